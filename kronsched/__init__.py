@@ -1,0 +1,47 @@
+"""kronsched: an auto-scheduling compiler for structured matmul programs.
+
+Importing this package is cheap: each public name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kronsched.records.replay import replay as replay
+    from kronsched.registry import register_family as register_family
+    from kronsched.registry import register_schedule as register_schedule
+    from kronsched.registry import register_strategy as register_strategy
+    from kronsched.runtime.export import export as export
+    from kronsched.runtime.load import load as load
+    from kronsched.runtime.module import TunedModule as TunedModule
+    from kronsched.search.tuner import TuneResult as TuneResult
+    from kronsched.search.tuner import tune as tune
+    from kronsched.workloads.kron import KronMatmul as KronMatmul
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "KronMatmul": "kronsched.workloads.kron",
+    "tune": "kronsched.search.tuner",
+    "TuneResult": "kronsched.search.tuner",
+    "load": "kronsched.runtime.load",
+    "TunedModule": "kronsched.runtime.module",
+    "replay": "kronsched.records.replay",
+    "export": "kronsched.runtime.export",
+    "register_family": "kronsched.registry",
+    "register_schedule": "kronsched.registry",
+    "register_strategy": "kronsched.registry",
+}
+__all__ = [*_WHERE, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'kronsched' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

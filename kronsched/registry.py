@@ -1,0 +1,127 @@
+"""Where families, schedules and search strategies are looked up, built in or from outside the package.
+
+Adding a built-in part is one line in `_BUILTIN`. Outside parts come from one call (`register_family`,
+`register_schedule`, `register_strategy`) or an entry point in the group "kronsched.families",
+"kronsched.schedules" or "kronsched.strategies".
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from kronsched.errors import ArgumentError, choose
+
+if TYPE_CHECKING:
+    from kronsched.hardware import Device
+    from kronsched.schedules.base import Schedule
+    from kronsched.search.base import SearchStrategy
+    from kronsched.workloads.base import Workload
+
+_BUILTIN: dict[str, dict[str, str]] = {
+    "families": {
+        "kron": "kronsched.workloads.kron:KronMatmul",
+    },
+    "schedules": {
+        "kron_cuda_simt": "kronsched.schedules.kron_cuda_simt:KronCudaSimt",
+        "kron_cpu": "kronsched.schedules.kron_cpu:KronCpu",
+    },
+    "strategies": {
+        "distinctive": "kronsched.search.distinctive:Distinctive",
+        "annealing": "kronsched.search.annealing:Annealing",
+        "evolutionary": "kronsched.search.evolutionary:Evolutionary",
+        "random": "kronsched.search.random:Random",
+        "exhaustive": "kronsched.search.exhaustive:Exhaustive",
+    },
+}
+_outside: dict[str, dict[str, type[Any]]] = {kind: {} for kind in _BUILTIN}
+
+
+def _names(kind: str) -> list[str]:
+    found = entry_points(group=f"kronsched.{kind}")
+    return sorted({*_BUILTIN[kind], *_outside[kind], *(e.name for e in found)})
+
+
+def _get(kind: str, name: str) -> type[Any]:
+    if name in _outside[kind]:
+        return _outside[kind][name]
+    if name in _BUILTIN[kind]:
+        module, attribute = _BUILTIN[kind][name].split(":")
+        cls: type[Any] = getattr(importlib.import_module(module), attribute)
+        return cls
+    for entry in entry_points(group=f"kronsched.{kind}", name=name):
+        return entry.load()  # type: ignore[no-any-return]
+    raise choose({"families": "family", "schedules": "space", "strategies": "strategy"}[kind], name, _names(kind))
+
+
+def _register(kind: str, name: object, cls: type[Any]) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ArgumentError(f"name={name!r} of {cls.__name__} is not allowed: use letters, digits and underscores")
+    if name in _BUILTIN[kind]:
+        raise ArgumentError(f"name={name!r} of {cls.__name__} is already taken by a built-in part")
+    _outside[kind][name] = cls
+
+
+def register_family(cls: type[Workload]) -> type[Workload]:
+    """Make a workload family known under `cls.family`. Usable as a class decorator."""
+    _register("families", getattr(cls, "family", None), cls)
+    return cls
+
+
+def register_schedule(cls: type[Schedule]) -> type[Schedule]:
+    """Make a schedule known under `cls.name`. Usable as a class decorator."""
+    _register("schedules", getattr(cls, "name", None), cls)
+    return cls
+
+
+def register_strategy(cls: type[SearchStrategy]) -> type[SearchStrategy]:
+    """Make a search strategy known under `cls.name`. Usable as a class decorator."""
+    _register("strategies", getattr(cls, "name", None), cls)
+    return cls
+
+
+def family_names() -> list[str]:
+    """Names of all known families."""
+    return _names("families")
+
+
+def strategy_names() -> list[str]:
+    """Names of all known search strategies."""
+    return _names("strategies")
+
+
+def family(name: str) -> type[Workload]:
+    """The workload class of a family; `ArgumentError` lists the known names."""
+    return _get("families", name)
+
+
+def strategy(name: str) -> type[SearchStrategy]:
+    """The class of a search strategy; `ArgumentError` lists the known names."""
+    return _get("strategies", name)
+
+
+def schedule(name: str) -> Schedule:
+    """A schedule by name (the name of its search space)."""
+    instance: Schedule = _get("schedules", name)()
+    return instance
+
+
+def schedules_for(workload: Workload, device: Device) -> list[Schedule]:
+    """The schedules that can serve a workload on a device, in order of name."""
+    found = []
+    for name in _names("schedules"):
+        cls = _get("schedules", name)
+        if cls.family == workload.family and cls.device_kind == device.kind:
+            instance = cls()
+            if instance.supports(workload, device) is None:
+                found.append(instance)
+    return found
+
+
+def workload_from_dict(data: Mapping[str, Any]) -> Workload:
+    """Rebuild a workload from its `to_dict` form (a record's `workload` field)."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("family"), str):
+        raise ArgumentError(f"workload={data!r} is not allowed: an object with a string field 'family' is needed")
+    return family(data["family"]).from_fields(data)

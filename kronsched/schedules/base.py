@@ -1,0 +1,72 @@
+"""The schedule interface: HOW a workload is computed on one kind of device.
+
+Read first: `Schedule.apply` (config -> IRModule) and `Scheduled` (what it returns).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kronsched.space import Config, SearchSpace
+from kronsched.workloads.base import TensorSpec, Workload
+
+if TYPE_CHECKING:
+    import tvm
+
+    from kronsched.hardware import Device
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a function of the module. `args` are tensor names: workload inputs, its output, or scratch.
+
+    On CUDA each function lowers to exactly one kernel; on CPU to one packed function.
+    """
+
+    func: str
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A scheduled program: functions, the order in which to call them, and the scratch they need.
+
+    The buffers of each PrimFunc are named like the entries of its `Launch.args`, in the same order.
+    """
+
+    mod: tvm.IRModule
+    launches: tuple[Launch, ...]
+    scratch: tuple[TensorSpec, ...] = ()
+
+
+class Schedule(abc.ABC):
+    """One technique for one family on one kind of device. Stateless; picklable."""
+
+    name: ClassVar[str]
+    """Registry name; also the name of its search space, such as "kron_cuda_simt"."""
+    family: ClassVar[str]
+    device_kind: ClassVar[str]
+    """"cuda" or "cpu"."""
+
+    @abc.abstractmethod
+    def space(self, workload: Workload, device: Device) -> SearchSpace:
+        """The knobs, values and constraints for this shape on this device."""
+
+    @abc.abstractmethod
+    def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
+        """Build the scheduled program. Raises `InvalidConfig` when the config cannot be scheduled."""
+
+    @abc.abstractmethod
+    def default_config(self, workload: Workload, device: Device) -> Config:
+        """The documented safe default: valid for every supported workload, never a bad choice."""
+
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """None when this schedule can serve the workload, else one line saying why not."""
+        return None
+
+    def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
+        """Features for the cost model beyond the knobs: tile and wave counts, occupancy, bytes a level..."""
+        return {}
