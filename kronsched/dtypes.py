@@ -56,7 +56,7 @@ DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
         DType("float64", 64, "float64", 1e-11),
-        DType("float32", 32, "float32", 1e-5),
+        DType("float32", 32, "float32", 3e-5),
         DType("float16", 16, "float32", 8e-3),
         DType("bfloat16", 16, "float32", 6e-2),
         DType("float8_e4m3fn", 8, "float32", 0.25),

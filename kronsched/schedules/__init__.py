@@ -1,1 +1,1 @@
-
+"""HOW a workload is computed: one file a (family, technique)."""
