@@ -69,5 +69,6 @@ class Device:
             "arch": self.arch,
             "units": self.units,
             "shared_per_block": self.shared_per_block,
+            "vector_bytes": self.vector_bytes,
             "driver": self.driver,
         }
