@@ -1,0 +1,136 @@
+"""CUDA executable: a cubin loaded and launched through the CUDA driver (cuda-bindings), in torch's primary context.
+
+Kernel parameters are prebuilt; a call sets pointers and queues the launches on torch's current stream. Nothing synchronises, and
+scratch comes from torch's caching allocator at each call, so a call can be captured in a CUDA graph (scratch then belongs to the
+graph's own pool) and calls on several streams never share scratch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kronsched.errors import UnsupportedError
+from kronsched.runtime.executable import TensorLike
+from kronsched.runtime.manifest import LaunchSpec, Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+_DEFAULT_SHARED = 48 * 1024  # dynamic shared memory above this must be asked for
+_ALIGN = 256
+
+
+class CudaExecutable:
+    """A CUDA module on one device. The module stays loaded for the life of the process, as captured graphs may refer to it."""
+
+    def __init__(self, artefact: Path, manifest: Manifest, device_index: int = 0) -> None:
+        """Load the cubin into the primary context of a CUDA device."""
+        import torch
+
+        driver = _driver()
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                f"{str(artefact)!r} was built for {manifest.device}: this machine has no CUDA GPU that torch can use"
+            )
+        self.manifest = manifest
+        self.device_index = device_index
+        self._torch, self._driver = torch, driver
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        _check_arch(manifest, torch.cuda.get_device_capability(device_index))
+        (device,) = checked(driver.cuDeviceGet(device_index))
+        (self._context,) = checked(driver.cuDevicePrimaryCtxRetain(device))
+        image = manifest.read_binary(artefact)
+        checked(driver.cuCtxPushCurrent(self._context))
+        try:
+            (self._module,) = checked(driver.cuModuleLoadData(image))
+            self._launches = [_Kernel(driver, self._module, launch) for launch in manifest.launches]
+        finally:
+            checked(driver.cuCtxPopCurrent())
+        self._names = [*(t.name for t in manifest.inputs), manifest.output.name]
+        self._scratch_bytes = 0
+        self._scratch: list[tuple[str, int]] = []
+        for spec in manifest.scratch:
+            self._scratch.append((spec.name, self._scratch_bytes))
+            self._scratch_bytes += -(-spec.nbytes // _ALIGN) * _ALIGN
+        # One call's pointers must not mix with another's between setting them and launching.
+        self._lock = threading.Lock()
+
+    def __call__(self, inputs: Sequence[TensorLike], output: TensorLike) -> None:
+        """See `Executable`."""
+        torch, driver = self._torch, self._driver
+        addresses = {name: t.data_ptr() for name, t in zip(self._names, (*inputs, output), strict=True)}
+        stream = torch.cuda.current_stream(self.device_index).cuda_stream
+        scratch = self._new_scratch() if self._scratch_bytes else None
+        if scratch is not None:
+            base = scratch.data_ptr()
+            addresses.update((name, base + offset) for name, offset in self._scratch)
+        with self._lock:
+            # The calling thread may have no context yet, or another device's.
+            checked(driver.cuCtxPushCurrent(self._context))
+            try:
+                for kernel in self._launches:
+                    kernel.launch(driver, addresses, stream)
+            finally:
+                checked(driver.cuCtxPopCurrent())
+        # Freed here, perhaps while still in use on the stream: torch's allocator reuses it on that same stream only.
+        del scratch
+
+    def _new_scratch(self) -> torch.Tensor:
+        import torch
+
+        return torch.empty(self._scratch_bytes, dtype=torch.uint8, device=f"cuda:{self.device_index}")
+
+
+class _Kernel:
+    """A kernel with its parameter block: an array of pointers to 8-byte values."""
+
+    def __init__(self, driver: Any, module: Any, launch: LaunchSpec) -> None:
+        self.args = launch.args
+        (self.function,) = checked(driver.cuModuleGetFunction(module, launch.symbol.encode()), launch.symbol)
+        if launch.shared_bytes > _DEFAULT_SHARED:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            checked(driver.cuFuncSetAttribute(self.function, attribute, launch.shared_bytes), launch.symbol)
+        n = len(launch.args)
+        self.values = (ctypes.c_uint64 * n)()
+        base = ctypes.addressof(self.values)
+        self.params = (ctypes.c_void_p * n)(*(base + 8 * i for i in range(n)))
+        self.geometry = (*launch.grid, *launch.block, launch.shared_bytes)
+        self.symbol = launch.symbol
+
+    def launch(self, driver: Any, addresses: dict[str, int], stream: int) -> None:
+        values = self.values
+        for i, name in enumerate(self.args):
+            values[i] = addresses[name]
+        checked(driver.cuLaunchKernel(self.function, *self.geometry, stream, ctypes.addressof(self.params), 0), self.symbol)
+
+
+def checked(result: tuple[Any, ...], what: str = "CUDA driver call") -> tuple[Any, ...]:
+    """The values of a driver call; RuntimeError naming the CUDA error otherwise."""
+    if result[0] != 0:
+        raise RuntimeError(f"{what} failed: {getattr(result[0], 'name', result[0])}")
+    return result[1:]
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise UnsupportedError("running CUDA modules needs cuda-bindings: pip install 'kronsched[cuda]'") from None
+    return driver
+
+
+def _check_arch(manifest: Manifest, capability: tuple[int, int]) -> None:
+    """A cubin runs on its own major version from its minor version up; an "a" cubin on exactly its version."""
+    text = manifest.arch.removeprefix("sm_")
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    major, minor = int(digits[:-1]), int(digits[-1])
+    exact = text != digits
+    if capability[0] != major or capability[1] < minor or (exact and capability[1] != minor):
+        raise UnsupportedError(
+            f"the module was built for {manifest.arch} ({manifest.device}); this GPU is sm_{capability[0]}{capability[1]}: "
+            "load its tuning log instead, which rebuilds it"
+        )
