@@ -7,9 +7,11 @@ CPU: the source is the scheduled TIR script, so that its digest does not depend 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,9 @@ _LAUNCH_PARAMS = (
     "threadIdx.z",
     "tirx.use_dyn_shared_memory",
 )
+
+
+_callback_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,30 @@ def _lower_cuda(scheduled: Scheduled, device: Device) -> Lowered:
     code = str(tvm.get_global_func("target.build.cuda")(module, target).inspect_source())
     source = _with_launches("//", launches, scheduled, code)
     return Lowered(source, _digest(source), tuple(launches), scheduled.scratch, None)
+
+
+@contextlib.contextmanager
+def _source_only() -> Iterator[None]:
+    """Keep TVM from compiling the source it generates.
+
+    Where there is a GPU, TVM's code generator also compiles, through this callback: 1.5 s a candidate for a binary that nobody
+    asks for, as kronsched compiles the source itself.
+    """
+    import tvm_ffi
+
+    name = "tvm_callback_cuda_compile"
+    with _callback_lock:
+        before = tvm_ffi.get_global_func(name, allow_missing=True)
+        tvm_ffi.register_global_func(name, _compile_nothing, override=True)
+        try:
+            yield
+        finally:
+            if before is not None:
+                tvm_ffi.register_global_func(name, before, override=True)
+
+
+def _compile_nothing(source: str) -> bytes:
+    return b""
 
 
 def _lower_kernel(func: Any, launch: Launch, target: Any) -> tuple[Any, LaunchSpec]:

@@ -221,7 +221,7 @@ def find(handle: str, device_index: int) -> TunedModule:
 def _is_numpy(flat: Sequence[Any]) -> bool:
     import numpy as np
 
-    return bool(flat) and isinstance(flat[0], np.ndarray)
+    return len(flat) > 0 and isinstance(flat[0], np.ndarray)
 
 
 def _is_compiling() -> bool:

@@ -190,3 +190,16 @@ def test_first_line_finds_the_reason() -> None:
     assert first_line(ValueError("plain\nmore")) == "plain"
     assert first_line(KeyError()) == "KeyError"
     assert len(first_line(ValueError("x" * 9999))) == 300
+
+
+def test_tvm_is_kept_from_compiling_the_source_itself() -> None:
+    """On a machine with a GPU TVM's code generator calls this hook, which costs more than our own compilation."""
+    import tvm_ffi
+
+    from kronsched.runtime import lower as module
+
+    name = "tvm_callback_cuda_compile"
+    before = tvm_ffi.get_global_func(name)
+    with module._source_only():
+        assert bytes(tvm_ffi.get_global_func(name)("this is not CUDA")) == b""
+    assert tvm_ffi.get_global_func(name).same_as(before)
