@@ -34,7 +34,7 @@ _WHERE = {
     "register_schedule": "kronsched.registry",
     "register_strategy": "kronsched.registry",
 }
-__all__ = [*_WHERE, "__version__"]  # noqa: PLE0604
+__all__ = [*_WHERE, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -48,7 +48,8 @@ class DType:
         if self.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, self.name))
+            extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+            return extended
         return np.dtype(self.name)
 
 

@@ -1,1 +1,1 @@
-
+"""Search strategies, one a file, and the tuner loop."""

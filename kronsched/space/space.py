@@ -92,7 +92,7 @@ class SearchSpace:
             if knob.name in fixed:
                 want = fixed[knob.name]
                 values = tuple(want) if isinstance(want, list | tuple) else (want,)
-                knob = Knob(knob.name, values, knob.help)  # type: ignore[arg-type]
+                knob = Knob(knob.name, values, knob.help)
             knobs.append(knob)
         return SearchSpace(self.name, knobs, self._check)
 

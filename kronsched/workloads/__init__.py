@@ -1,1 +1,1 @@
-
+"""WHAT is computed: one file a family."""

@@ -97,13 +97,13 @@ class KronMatmul(Workload):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """x (M, ΠPi), then f0 … f(N-1), each (Pi, Qi)."""
+        """The tensors x (M, ΠPi), then f0 … f(N-1), each (Pi, Qi)."""
         x = TensorSpec("x", (self.m, self.k_in), self.dtype)
         return (x, *(TensorSpec(f"f{i}", pair, self.dtype) for i, pair in enumerate(self.factors)))
 
     @property
     def output(self) -> TensorSpec:
-        """y (M, ΠQi)."""
+        """The tensor y (M, ΠQi)."""
         return TensorSpec("y", (self.m, self.k_out), self.dtype)
 
     @property
@@ -127,7 +127,7 @@ class KronMatmul(Workload):
     # -- what it computes ---------------------------------------------------------------------------
 
     def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """float64 Y (M, ΠQi) from x (M, ΠPi) and the factors, on their device."""
+        """Y (M, ΠQi) in float64 from x (M, ΠPi) and the factors, on their device."""
         x, factors = inputs[0].double(), [f.double() for f in inputs[1:]]
         return _contract(x, factors, self.order).reshape(self.m, self.k_out)
 

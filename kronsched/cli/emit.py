@@ -1,0 +1,42 @@
+"""`kronsched emit LOG|FAMILY … -o DIR`: write the source, the binary and the manifest of a kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kronsched.cli.options import FamilyGroup, json_option, target_option
+from kronsched.cli.output import only_json, print_json
+
+if TYPE_CHECKING:
+    from kronsched.workloads.base import Workload
+
+_OUT = click.Option(["-o", "--out"], type=click.Path(), required=True, help="Directory to write.")
+_COMPILER = click.Option(["--compiler"], default="nvrtc", help="nvrtc or nvcc. [default: nvrtc]")
+_OWN = (_OUT, target_option, _COMPILER, json_option)
+
+
+def _emit(what: Workload | str, *, out: str, target: str, compiler: str, as_json: bool) -> int:
+    from kronsched.runtime.export import emit as run_emit
+
+    with only_json(as_json):
+        files = [str(path) for path in run_emit(what, out, target, compiler=compiler)]
+    if as_json:
+        print_json({"out": out, "files": files})
+    else:
+        click.echo("\n".join(files))
+    return 0
+
+
+def _emit_log(*, log: str, **options: object) -> int:
+    return _emit(log, **options)  # type: ignore[arg-type]
+
+
+emit = FamilyGroup(
+    "emit",
+    _emit,
+    _OWN,
+    fallback=click.Command("LOG", params=[click.Argument(["log"], type=click.Path()), *_OWN], callback=_emit_log),
+    help="Write source, binary and manifest of the best kernel of a log, or of a shape.",
+)
