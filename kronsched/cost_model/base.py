@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kronsched.errors import KronschedError
 from kronsched.space import Candidate
 
 if TYPE_CHECKING:
     from kronsched.search.base import Observation
+
+
+class ModelError(KronschedError):
+    """A stored cost model cannot be used here: its format, its columns or its xgboost version. One line."""
 
 
 class CostModel(abc.ABC):
@@ -19,7 +24,7 @@ class CostModel(abc.ABC):
 
     @abc.abstractmethod
     def update(self, observations: Sequence[Observation]) -> None:
-        """Add observations (failures included) and refit."""
+        """Add observations (failures included); the next `predict` uses them. A candidate told twice counts once, the last time."""
 
     @abc.abstractmethod
     def predict(self, candidates: Sequence[Candidate]) -> np.ndarray:

@@ -82,7 +82,10 @@ class Measured:
 
 
 class Measurer(Protocol):
-    """The only door to an evaluation. The live one builds and runs; the simulated one looks up a table."""
+    """The only door to an evaluation. The live one builds and runs; the simulated one looks up a table.
+
+    It may have an attribute `parallel`: how many candidates a batch should hold at least to keep it busy (default 1).
+    """
 
     def measure(self, batch: Sequence[Candidate]) -> Iterator[Measured]:
         """Measure a batch; results come in order of completion, one for each candidate, never an exception for a bad one."""

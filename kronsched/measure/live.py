@@ -122,6 +122,8 @@ class LiveMeasurer:
         n = builders or max(1, min(MAX_BUILDERS, cores() - self._overlap))
         self._builders = Workers(n, self._dir / "builders.log", worker.set_up_builder, import_main)
         self._runner = Workers(1, self._dir / "runner.log", worker.no_set_up, import_main)
+        self.parallel = n if self._overlap else 1
+        """Candidates that a batch should hold at least, so that no builder idles while others run."""
         self._numbers = count()
         self._known: dict[str, RunResult] = {}
         self._ready: set[int] = set()  # problems the present runner has

@@ -39,7 +39,8 @@ from kronsched.workloads.kron import KronMatmul
 if TYPE_CHECKING:
     from kronsched.hardware import Device
 
-# Above this many flops all cores are used; below a quarter of it a parallel region costs more than it saves.
+# A parallel region costs some microseconds: below _SERIAL_FLOPS one core is faster, above _PARALLEL_FLOPS it never is.
+_SERIAL_FLOPS = 250_000
 _PARALLEL_FLOPS = 4_000_000
 _ROW_BLOCK_BYTES = 128 * 1024
 _HINT = "pragma_loop_partition_hint"
@@ -74,13 +75,13 @@ class KronCpu(Schedule):
         wanted: dict[str, Any] = {
             "nest": "groups" if few else "rows",
             "chunk": 32768 if few else 0,
-            "ctile": 64,
+            "ctile": 128,
             "rows": min(_ROW_BLOCK_BYTES // row, workload.m // (4 * device.units)),
             "vectors": 1,
             "tq": 8,
             "merge": 8,
-            "order": "tail",
-            "parallel": workload.flops > _PARALLEL_FLOPS / 4,
+            "order": "head",
+            "parallel": workload.flops > _SERIAL_FLOPS,
         }
         return {k.name: _nearest(k.values, wanted[k.name]) for k in self.space(workload, device).knobs}
 
@@ -135,17 +136,16 @@ def _program(w: KronMatmul, plan: CpuPlan) -> Any:
     given = [te.placeholder(pair, name=f"f{i}", dtype=w.dtype) for i, pair in enumerate(w.factors)]
     factors = [_factor(w, f.members, given, acc, f"g{i}") for i, f in enumerate(plan.factors)]
     source = te.compute(x.shape, lambda *i: x(*i).astype(acc), name="xs") if _stages_input(w, plan) else x
-    read: Callable[..., Any] = source
-    count, k = sum(len(g.steps) for g in plan.groups), 0
-    for n, group in enumerate(plan.groups):
-        for step in group.steps:
-            shape = (group.rows, group.outer, step.a, step.q, step.b, group.inner)
-            tile = te.compute(shape, _sum(read, factors[step.axis], step, acc), name=f"a{k}")
-            last = k == count - 1
-            written = te.compute(shape, _converted(tile, w.dtype if last else acc), name="y" if last else f"w{k}")
-            read, k = _within_group(written, step), k + 1
-        if n + 1 < len(plan.groups):
-            read = _next_group(read, group, plan.groups[n + 1])
+    steps = [(group, step) for group in plan.groups for step in group.steps]
+    read = _first_read(source, first.steps[0])
+    for k, (group, step) in enumerate(steps):
+        shape = (group.rows, group.outer, step.a, step.q, step.b, group.inner)
+        tile = te.compute(shape, _sum(read, factors[step.axis], step, acc), name=f"a{k}")
+        if k == len(steps) - 1:
+            written = te.compute(shape, _converted(tile, w.dtype), name="y")
+        else:
+            written = te.compute(shape, _converted(tile, acc), name=f"w{k}")
+            read = _next_read(written, steps[k], steps[k + 1])
     return te.create_prim_func([x, *given, written])
 
 
@@ -179,7 +179,7 @@ def _sum(read: Callable[..., Any], factor: Any, s: Step, acc: str) -> Callable[.
     p = te.reduce_axis((0, s.p), name="p")
 
     def body(m: Any, o: Any, a: Any, q: Any, b: Any, c: Any) -> Any:
-        return te.sum(read(m, o, (a * s.p + p) * s.b + b, c).astype(acc) * factor[p, q], axis=p)
+        return te.sum(read(m, o, a, p, b, c).astype(acc) * factor[p, q], axis=p)
 
     return body
 
@@ -188,23 +188,38 @@ def _converted(tile: Any, dtype: str) -> Callable[..., Any]:
     return lambda m, o, a, q, b, c: tile[m, o, a, q, b, c].astype(dtype)
 
 
-def _within_group(written: Any, s: Step) -> Callable[..., Any]:
-    """Reads what a step wrote at (row, o, d, c), d a position in the group's own axes."""
-    return lambda m, o, d, c: written[m, o, d // (s.q * s.b), d // s.b % s.q, d % s.b, c]
+def _first_read(x: Any, s: Step) -> Callable[..., Any]:
+    return lambda m, o, a, p, b, c: x[m, o, (a * s.p + p) * s.b + b, c]
 
 
-def _next_group(read: Callable[..., Any], old: Group, new: Group) -> Callable[..., Any]:
-    """Reads what the group before wrote, at (row, o, d, c) of the next group: the same memory, viewed anew."""
+def _next_read(written: Any, old: tuple[Group, Step], new: tuple[Group, Step]) -> Callable[..., Any]:
+    """Reads at (row, o, a, p, b, c) of the new step what the old step wrote as (row, o, a, q, b, c) in its own view.
 
-    def reread(m: Any, o: Any, d: Any, c: Any) -> Any:
-        flat = (o * new.size_in + d) * new.inner + c
-        if new.rows != old.rows:
-            flat = m * (new.outer * new.size_in * new.inner) + flat
-            row = old.outer * old.size_out * old.inner
-            m, flat = flat // row, flat % row
-        return read(m, flat // (old.size_out * old.inner), flat // old.inner % old.size_out, flat % old.inner)
+    Both views are of the same memory, (leading, own axis, trailing). The old axis lies in the trailing part of the new view or in
+    the leading one; only that part is taken apart. Dividing a flat index instead leaves divisions by vectors in the code.
+    """
+    (old_group, s), (group, n) = old, new
+    same = old_group is group
+    inner_old, inner = (1, 1) if same else (old_group.inner, group.inner)
+    size_old, size = s.b * inner_old, n.b * inner  # of the trailing parts
 
-    return reread
+    def read(m: Any, o: Any, a: Any, p: Any, b: Any, c: Any) -> Any:
+        leading, trailing = a, b
+        if not same:
+            leading, trailing = (m if group.rows != old_group.rows else o) * n.a + a, b * inner + c
+        if n.axis < s.axis:
+            leading = (leading * n.p + p) * (size // (size_old * s.q)) + trailing // (size_old * s.q)
+            q, trailing = trailing // size_old % s.q, trailing % size_old
+        else:
+            between = size_old // (n.p * size)
+            trailing = ((leading % between) * n.p + p) * size + trailing
+            q, leading = leading // between % s.q, leading // (between * s.q)
+        if same:
+            return written[m, o, leading, q, trailing, c]
+        before, a, b, c = leading // s.a, leading % s.a, trailing // inner_old, trailing % inner_old
+        return written[m, before, a, q, b, c] if group.rows == old_group.rows else written[before, 0, a, q, b, c]
+
+    return read
 
 
 # -- the primitives -------------------------------------------------------------------------------------
