@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import kronsched
 from kronsched.hardware import cuda_driver
 
 PACKAGES = ("kronsched", "apache-tvm", "apache-tvm-ffi", "torch", "numpy", "cuda-bindings", "nvidia-cuda-nvrtc")
@@ -85,6 +86,8 @@ def _packages() -> str:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+    if "kronsched" not in found:  # run from a source tree on PYTHONPATH
+        found = {"kronsched": f"{kronsched.__version__} (source tree)", **found}
     missing = [n for n in PACKAGES[:5] if n not in found]
     if missing:
         raise RuntimeError(f"{', '.join(missing)} not installed")

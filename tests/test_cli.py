@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -95,7 +96,7 @@ def test_start_up_imports_no_heavy_library(args: list[str]) -> None:
 def test_help_lists_every_command(kronsched_command: Command) -> None:
     done = kronsched_command("--help")
     assert done.returncode == 0
-    for name in ("tune", "replay", "show", "space", "emit", "bench", "report", "doctor"):
+    for name in ("tune", "replay", "show", "space", "emit", "bench", "report", "simulate", "doctor"):
         assert f"\n  {name} " in done.stdout
 
 
@@ -135,6 +136,9 @@ def test_tune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "space": "s.toml",
         "compiler": "nvrtc",
         "warm_start": False,
+        "objective": "time",
+        "build_timeout_s": 60.0,
+        "run_timeout_s": 20.0,
     }
 
 
@@ -232,6 +236,29 @@ def test_show_warns_of_bad_lines_in_one_line_each(log: Path, capsys: pytest.Capt
     assert run(["show", str(log)]) == 0
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"kronsched: warning: {log}:5: skipped")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A table of 24 configs whose best is rows=8, threads=64."""
+    path = tmp_path / "table.jsonl"
+    for rows in range(1, 9):
+        for threads in (64, 128, 256):
+            item = record(median=100.0 - 10 * rows + threads / 64)
+            Journal(path).append(dataclasses.replace(item, config={"rows": rows, "threads": threads}))
+    return path
+
+
+def test_simulate_json(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["simulate", str(table), "--strategy", "random", "--strategy", "exhaustive", "--seeds", "3", "--trials", "24"]
+    assert run([*args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["strategies"]
+    assert set(found) == {"random", "exhaustive"}
+    assert found["random"]["optimum"] == 21.0 and found["random"]["candidates"] == 24
+    assert found["random"]["trials_to"]["0.99"]["censored"] == 0  # 24 trials are the whole table
+    assert run(args) == 0
+    out = capsys.readouterr().out
+    assert "24 candidates, best 21, 3 seeds" in out and "random, calculated" in out and "100%" in out
 
 
 def test_report(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

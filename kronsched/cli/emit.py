@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kronsched.cli.options import FamilyGroup, json_option, target_option
+from kronsched.cli.options import FamilyGroup, compiler_option, json_option, target_option
 from kronsched.cli.output import only_json, print_json
 
 if TYPE_CHECKING:
     from kronsched.workloads.base import Workload
 
 _OUT = click.Option(["-o", "--out"], type=click.Path(), required=True, help="Directory to write.")
-_COMPILER = click.Option(["--compiler"], default="nvrtc", help="nvrtc or nvcc. [default: nvrtc]")
-_OWN = (_OUT, target_option, _COMPILER, json_option)
+_OWN = (_OUT, target_option, compiler_option, json_option)
 
 
 def _emit(what: Workload | str, *, out: str, target: str, compiler: str, as_json: bool) -> int:

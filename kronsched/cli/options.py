@@ -111,4 +111,10 @@ def _parameter(field_name: str) -> str:
 target_option = click.Option(
     ["--target"], default="auto", help='"auto", "cpu", "cuda", "cuda:N" or a preset such as nvidia/h200. [default: auto]'
 )
+compiler_option = click.Option(
+    ["--compiler"],
+    type=click.Choice(["nvrtc", "nvcc"]),
+    default="nvrtc",
+    help="nvrtc, or nvcc where a CUDA toolkit is installed. [default: nvrtc]",
+)
 json_option = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object on stdout, all else on stderr.")

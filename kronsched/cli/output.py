@@ -59,7 +59,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 400)
     with console.capture() as capture:
         console.print(table)
-    click.echo(title)
+    if title:
+        click.echo(title)
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n"))
 
 

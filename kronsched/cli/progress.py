@@ -36,7 +36,7 @@ class _Lines:
     def __call__(self, event: TuneEvent) -> None:
         if event.kind == "message":
             click.echo(event.message, err=True)
-        elif event.kind == "end" or (event.kind == "result" and event.best_cost != self.best):
+        elif (event.kind == "end" and event.done) or (event.kind == "result" and event.best_cost != self.best):
             self.best = event.best_cost
             click.echo(f"[{event.done}/{event.trials}] {_state(event)}", err=True)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kronsched.cli.options import json_option
+from kronsched.cli.options import compiler_option, json_option
 from kronsched.cli.output import config_text, counts_text, only_json, print_json, print_table, time_text
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ replay = click.Command(
         click.Option(["--measure"], is_flag=True, help="Time each record again and compare."),
         click.Option(["--verify"], is_flag=True, help="Check each record's result against the reference."),
         click.Option(["--best"], is_flag=True, help="Only the fastest record of each workload and device."),
-        click.Option(["--compiler"], default="nvrtc", help="nvrtc or nvcc. [default: nvrtc]"),
+        compiler_option,
         json_option,
     ],
     callback=_replay,

@@ -17,6 +17,7 @@ from kronsched.cli.doctor import doctor
 from kronsched.cli.emit import emit
 from kronsched.cli.plugins import import_plugin
 from kronsched.cli.records import replay, report, show
+from kronsched.cli.simulate import simulate
 from kronsched.cli.space import space
 from kronsched.cli.tune import tune
 from kronsched.errors import KronschedError, UserError
@@ -34,7 +35,7 @@ def cli(plugins: tuple[str, ...], debug: bool) -> None:
         import_plugin(plugin)
 
 
-for _command in (tune, replay, show, space, emit, bench, report, doctor):
+for _command in (tune, replay, show, space, emit, bench, report, simulate, doctor):
     cli.add_command(_command)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kronsched.cli.options import FamilyGroup, json_option, target_option
+from kronsched.cli.options import FamilyGroup, compiler_option, json_option, target_option
 from kronsched.cli.output import config_text, counts_text, only_json, print_json, share_text, time_text
 from kronsched.cli.progress import tuning_progress
 
@@ -24,7 +24,14 @@ _OPTIONS = (
     click.Option(["--strategy"], default="distinctive", help="Search strategy. [default: distinctive]"),
     click.Option(["--space"], type=click.Path(), default=None, help="TOML file with the knobs, instead of the shipped one."),
     click.Option(["--seed"], type=click.INT, default=0, help="Seed of the search. [default: 0]"),
-    click.Option(["--compiler"], default="nvrtc", help="nvrtc, or nvcc where a CUDA toolkit is installed. [default: nvrtc]"),
+    compiler_option,
+    click.Option(
+        ["--objective"], type=click.Choice(["time", "energy"]), default="time", help="What to minimise a call. [default: time]"
+    ),
+    click.Option(
+        ["--build-timeout", "build_timeout_s"], type=click.FLOAT, default=60.0, help="Seconds of a build. [default: 60]"
+    ),
+    click.Option(["--run-timeout", "run_timeout_s"], type=click.FLOAT, default=20.0, help="Seconds of a run. [default: 20]"),
     click.Option(
         ["--warm-start/--no-warm-start"], default=True, help="Start the cost model from logs of other shapes. [default: on]"
     ),

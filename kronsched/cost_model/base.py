@@ -24,7 +24,7 @@ class CostModel(abc.ABC):
 
     @abc.abstractmethod
     def update(self, observations: Sequence[Observation]) -> None:
-        """Add observations (failures included); the next `predict` uses them. A candidate told twice counts once, the last time."""
+        """Add observations (failures included); the next `predict` uses them. Told twice, a candidate counts as told last."""
 
     @abc.abstractmethod
     def predict(self, candidates: Sequence[Candidate]) -> np.ndarray:

@@ -5,9 +5,9 @@ Read first: `Featurizer.row` (the columns of one config) and `Featurizer.matrix`
 | group | columns | why |
 |---|---|---|
 | knob | `knob.<name>` for numbers and booleans, `knob.<name>=<value>` (0/1) for strings | what the search changes |
-| sched | `sched.<name>` from `Schedule.features`: waves, occupancy, bytes a memory level, predicted roofline time… | what decides the time |
-| shape | log2 of FLOPs, bytes, intensity and of every number of the workload | transfer across shapes: constant in one run |
-| device | log2 of units, bandwidth, peak rate, shared memory | transfer across devices: constant in one run |
+| sched | `sched.<name>` from `Schedule.features`: waves, occupancy, bytes a memory level… | what decides the time |
+| shape | log2 of FLOPs, bytes, intensity and every number of the workload | transfer across shapes; constant in a run |
+| device | log2 of units, bandwidth, peak rate, shared memory | transfer across devices; constant in a run |
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Featurizer:
         return out
 
     def matrix(self, candidates: Sequence[Candidate]) -> np.ndarray:
-        """Rows, shape (len(candidates), len(columns)), float32. Unknown and non-finite values are NaN. Computed once a candidate."""
+        """Rows, shape (len(candidates), len(columns)), float32, kept for the next call. Unknown and non-finite values are NaN."""
         rows = []
         for candidate in candidates:
             row = self._rows.get(candidate)

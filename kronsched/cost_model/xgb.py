@@ -104,7 +104,7 @@ class Booster:
         if width < len(self.columns):
             features = np.hstack([features, np.full((n, len(self.columns) - width), np.nan, np.float32)])
         used = np.ascontiguousarray(features[:, : len(self.columns)], dtype=np.float32)
-        out = self._model.inplace_predict(used, predict_type="margin").astype(np.float64)
+        out: np.ndarray = self._model.inplace_predict(used, predict_type="margin").astype(np.float64)
         return out if margin is None else out + margin
 
     # -- file ---------------------------------------------------------------------------------------

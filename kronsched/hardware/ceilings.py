@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kronsched.hardware.device import Device
 from kronsched.paths import cache_dir
 
-if TYPE_CHECKING:
-    import torch
-
 SCHEMA = 1
+BUDGET_S = 0.15
+"""Seconds for each kernel."""
+DTYPES_MEASURED = ("float32", "float64", "float16", "bfloat16")
 
 
 def measure_ceilings(device: Device) -> Device:
     """The device with measured copy bandwidth (GB/s, read plus written) and matmul rates (Gflop/s by dtype).
 
-    Returns the device as it is when its figures are a preset's or measured before. Takes about 1.5 s the first time and
+    Returns the device as it is when its figures are a preset's or measured before. Takes about a second the first time and
     imports torch; the result is kept in the cache directory by device name and core count.
     """
     if device.ceilings_from != "estimate" or not device.present:
@@ -70,54 +74,106 @@ def _store(device: Device, data: dict[str, Any]) -> None:
 
 
 def _measure(device: Device) -> tuple[float, dict[str, float]]:
+    if device.kind == "cuda":
+        return _copy_cuda(device), {name: _matmul_cuda(name, device) for name in DTYPES_MEASURED}
     import torch
 
-    where = torch.device(device.torch_device)
-    cuda = device.kind == "cuda"
-    nbytes = (1 << 29) if cuda else min(max(4 * int(device.extra.get("l3_bytes", 0)), 1 << 26), 1 << 28)
-    bandwidth = 2 * nbytes / _copy_seconds(nbytes, where, cuda) / 1e9
-    peaks = {}
-    sizes = {"float32": (8192, 1024), "float64": (4096, 1024), "float16": (8192, 256), "bfloat16": (8192, 256)}
-    for name, (on_gpu, on_cpu) in sizes.items():
-        n = on_gpu if cuda else on_cpu
-        dtype: torch.dtype = getattr(torch, name)
-        a = torch.ones(n, n, dtype=dtype, device=where)
-        out = torch.empty_like(a)
-        seconds = _best_seconds(partial(torch.matmul, a, a, out=out), cuda, 0.15)
-        peaks[name] = 2 * n**3 / seconds / 1e9
-    return bandwidth, peaks
+    slices = max(16, 4 * int(device.extra.get("l3_bytes", 0)) // CPU_SLICE)  # together more than the caches hold
+    share = min(64, -(-slices // device.units) + 1)
+    threads = torch.get_num_threads()
+    try:
+        bandwidth = _cpu_rate(partial(_copy_cpu, share), device.units)
+        return bandwidth, {name: _cpu_rate(partial(_matmul_cpu, name), device.units) for name in DTYPES_MEASURED}
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _copy_seconds(nbytes: int, where: torch.device, cuda: bool) -> float:
+# -- CPU ------------------------------------------------------------------------------------------------
+
+CPU_SLICE = 2 << 20
+CPU_MATMUL = 256
+Work = tuple[Callable[[], Any], float]
+"""(something to run, its flops or bytes)."""
+
+
+def _cpu_rate(make: Callable[[], Work], cores: int) -> float:
+    """1e9 flops or bytes a second of all cores, each running its own single-threaded work at the same time.
+
+    The sum of the cores' medians over runs much shorter than a scheduler's time slice, most of which nothing disturbs even on a
+    busy machine. (The library's own threads would wait for each other, so that one neighbour on one core stops them all.)
+    """
     import torch
 
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=where)
-    target = torch.empty_like(source)
-    return _best_seconds(partial(target.copy_, source), cuda, 0.4)
+    start = threading.Barrier(cores, timeout=60)
+
+    def one(_: int) -> float:
+        torch.set_num_threads(1)
+        call, work = make()
+        call()
+        start.wait()
+        times: list[float] = []
+        until = time.perf_counter() + BUDGET_S
+        while len(times) < 3 or time.perf_counter() < until:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return work / statistics.median(times) / 1e9
+
+    with ThreadPoolExecutor(cores) as pool:
+        return sum(pool.map(one, range(cores)))
 
 
-def _best_seconds(call: Callable[[], Any], cuda: bool, budget: float) -> float:
-    """Shortest of the runs that fit the budget (at least two after a warm-up): a ceiling is the best ever seen."""
-    call()
-    best, start, runs = float("inf"), time.perf_counter(), 0
-    while runs < 2 or (time.perf_counter() - start < budget and runs < 100):
-        best = min(best, _cuda_seconds(call) if cuda else _cpu_seconds(call))
-        runs += 1
-    return best
+def _matmul_cpu(dtype_name: str) -> Work:
+    import torch
+
+    a = torch.ones(CPU_MATMUL, CPU_MATMUL, dtype=getattr(torch, dtype_name))
+    return partial(torch.matmul, a, a, out=torch.empty_like(a)), 2.0 * CPU_MATMUL**3
 
 
-def _cpu_seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _copy_cpu(slices: int) -> Work:
+    """Copies one slice after another of tensors that the caches do not hold."""
+    import torch
+
+    source = torch.zeros(slices, CPU_SLICE, dtype=torch.uint8)
+    pairs = itertools.cycle(list(zip(torch.zeros_like(source), source, strict=True)))
+
+    def copy_next() -> None:
+        to, here = next(pairs)
+        to.copy_(here)
+
+    return copy_next, 2.0 * CPU_SLICE
+
+
+# -- CUDA -----------------------------------------------------------------------------------------------
+
+
+def _matmul_cuda(dtype_name: str, device: Device) -> float:
+    import torch
+
+    n = 4096 if dtype_name == "float64" else 8192
+    a = torch.ones(n, n, dtype=getattr(torch, dtype_name), device=device.torch_device)
+    return 2.0 * n**3 / _cuda_seconds(partial(torch.matmul, a, a, out=torch.empty_like(a))) / 1e9
+
+
+def _copy_cuda(device: Device) -> float:
+    import torch
+
+    source = torch.zeros(1 << 29, dtype=torch.uint8, device=device.torch_device)
+    return 2.0 * source.numel() / _cuda_seconds(partial(torch.empty_like(source).copy_, source)) / 1e9
 
 
 def _cuda_seconds(call: Callable[[], Any]) -> float:
+    """Shortest of the runs that fit the budget, at least two after a warm-up: a ceiling is the best ever seen."""
     import torch
 
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
     call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    times: list[float] = []
+    until = time.perf_counter() + BUDGET_S
+    while len(times) < 2 or time.perf_counter() < until:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1e3)
+    return min(times)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ _LAUNCH_PARAMS = (
 )
 
 
-_callback_lock = threading.Lock()
+_SWITCH = "TVM_COMPILE_FORCE_FALLBACK"  # of TVM, not of kronsched: see cuda_fallback_module.h
+_switch_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -183,24 +185,19 @@ def _lower_cuda(scheduled: Scheduled, device: Device) -> Lowered:
 def _source_only() -> Iterator[None]:
     """Keep TVM from compiling the source it generates.
 
-    Where there is a GPU, TVM's code generator also compiles, through this callback: 1.5 s a candidate for a binary that nobody
-    asks for, as kronsched compiles the source itself.
+    Where there is a GPU, TVM's code generator also compiles: 1.5 s a candidate for a binary that nobody asks for, as kronsched
+    compiles the source itself. This switch, read at each call, makes it keep the source alone, as it does without a GPU.
     """
-    import tvm_ffi
-
-    name = "tvm_callback_cuda_compile"
-    with _callback_lock:
-        before = tvm_ffi.get_global_func(name, allow_missing=True)
-        tvm_ffi.register_global_func(name, _compile_nothing, override=True)
+    with _switch_lock:
+        before = os.environ.get(_SWITCH)
+        os.environ[_SWITCH] = "1"
         try:
             yield
         finally:
-            if before is not None:
-                tvm_ffi.register_global_func(name, before, override=True)
-
-
-def _compile_nothing(source: str) -> bytes:
-    return b""
+            if before is None:
+                del os.environ[_SWITCH]
+            else:
+                os.environ[_SWITCH] = before
 
 
 def _lower_kernel(func: Any, launch: Launch, target: Any) -> tuple[Any, LaunchSpec]:

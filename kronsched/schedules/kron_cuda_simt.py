@@ -228,7 +228,8 @@ def _schedule(func: Any, plan: LaunchPlan, config: Config, tag: str) -> Any:
             at = _deal(sch, out, ro, axes, ci, plan, i)
         for axis in stage.axes:
             t = block_of(f"t{i}_{axis}")
-            if config["factors_in"] == "shared":
+            # Not one element: TVM's merging of shared buffers (0.27) loses a buffer of that size next to others.
+            if config["factors_in"] == "shared" and prod(plan.factors[axis]) > 1:
                 f = sch.cache_read(t, 1, "shared.dyn")
                 sch.compute_at(f, block, preserve_unit_loops=True)
                 _cooperative(sch, sch.get_loops(f)[1:], plan.threads, 1)

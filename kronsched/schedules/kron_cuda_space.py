@@ -5,12 +5,12 @@ Pure arithmetic on kron_plan.LaunchPlan, no TVM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
-from kronsched.schedules.kron_plan import LaunchPlan, group_signature, padded_chunk
+from kronsched.schedules.kron_plan import LaunchPlan, fused_axes, group_signature, padded_chunk, stage_order
 from kronsched.space import Config, Knob
 from kronsched.workloads.kron import KronMatmul
 
@@ -53,9 +53,19 @@ def canonical_config(plans: tuple[LaunchPlan, ...], config: Config, values: Mapp
 
     A config that differs from its canonical form repeats another one's kernel; the space leaves it out.
     """
-    out = dict(config)
+    out: dict[str, Any] = dict(config)
+    axes = sum(p.last - p.first for p in plans)
+    fused = fused_axes(axes, int(config["fuse"]))
+    out["fuse"] = fused if fused in values["fuse"] else config["fuse"]
     most = max(p.threads for p in plans)
     out["threads"] = min((v for v in values["threads"] if most <= v <= int(config["threads"])), default=config["threads"])
+    factors = [p.factors for p in plans]
+    regs, grouping, order = int(config["regs"]), str(config["grouping"]), str(config["order"])
+    cut = [group_signature(f, regs, grouping) for f in factors]
+    out["regs"] = _first(values["regs"], regs, lambda v: [group_signature(f, v, grouping) for f in factors] == cut)
+    out["grouping"] = _first(values["grouping"], grouping, lambda v: [group_signature(f, regs, v) for f in factors] == cut)
+    steps = [stage_order(f, regs, grouping, order) for f in factors]
+    out["order"] = _first(values["order"], order, lambda v: [stage_order(f, regs, grouping, v) for f in factors] == steps)
     fixed: dict[str, Any] = {}
     if not any(s.tile for p in plans for s in p.stages):
         fixed.update(tq=8, tr=1)
@@ -63,15 +73,18 @@ def canonical_config(plans: tuple[LaunchPlan, ...], config: Config, values: Mapp
         fixed["vec"] = 1
     if all(p.inner == 1 for p in plans):
         fixed["ctile"] = 32
-    if all(len(p.stages) == 1 for p in plans):
-        fixed.update(order="tail", grouping="tail")
-        if not any(p.stage_in or p.stage_out for p in plans):
-            fixed["pad"] = 4
+    if not any(p.stage_in or p.stage_out or len(p.stages) > 1 for p in plans):
+        fixed["pad"] = 4
     elif all(int(config["pad"]) % padded_chunk(p.factors, p.stages, p.ct) == 0 for p in plans):
         fixed["pad"] = 0
     for name, value in fixed.items():
         out[name] = value if value in values[name] else values[name][0]
     return out
+
+
+def _first(values: tuple[Any, ...], own: Any, same: Callable[[Any], bool]) -> Any:
+    """The first listed value that has the same effect as the config's own."""
+    return next(v for v in (*values, own) if v == own or same(v))
 
 
 def plan_features(w: KronMatmul, plans: tuple[LaunchPlan, ...], device: Device) -> dict[str, float]:

@@ -11,6 +11,7 @@ owns `rows` of O and `ct` of C with all of the axes; both edges are padded in th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, prod
 
 from kronsched.dtypes import DTYPES
@@ -222,9 +223,20 @@ def _ordered(groups: list[tuple[int, ...]], order: str) -> list[tuple[int, ...]]
     return [groups[0], *groups[:0:-1]]
 
 
+@cache
 def group_signature(factors: tuple[Pair, ...], regs: int, grouping: str) -> tuple[object, ...]:
     """Equal for (regs, grouping) pairs that cut these factors alike; lets a space drop values that repeat a kernel."""
     return tuple((axes, len(axes) == 1 and max(factors[axes[0]]) > regs) for axes in _groups(factors, regs, grouping))
+
+
+def fused_axes(n: int, most: int) -> int:
+    """The largest kernel group that `fuse=most` makes of n axes: equal for values that cut the axes alike."""
+    return max(_balanced(n, most))
+
+
+def stage_order(factors: tuple[Pair, ...], regs: int, grouping: str, order: str) -> list[tuple[int, ...]]:
+    """The register groups of a launch in the order in which they are contracted."""
+    return _ordered(_groups(factors, regs, grouping), order)
 
 
 def _divisor(n: int, most: int) -> int:

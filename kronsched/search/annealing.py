@@ -2,7 +2,7 @@
 
 Source: Chen et al., "Learning to Optimize Tensor Programs", NeurIPS 2018 (arXiv 1805.08166), and TVM 0.19's ModelBasedTuner and
 SimulatedAnnealingOptimizer, whose defaults are the options here. Differences: the objective of the model is whatever the tuner
-gives every strategy, and `new` bounds how many configs a plan may look at for the first time (on a recorded table it never binds).
+gives every strategy, and `new` bounds how many configs a plan may look at for the first time (more than a table holds).
 """
 
 from __future__ import annotations

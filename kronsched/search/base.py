@@ -91,7 +91,7 @@ class SearchStrategy(abc.ABC):
 
 def make_options(strategy: type[SearchStrategy], given: Mapping[str, int | float] | None) -> Any:
     """The strategy's options with the given ones replaced; ArgumentError or ArgumentTypeError names the wrong one."""
-    defaults = {f.name: f.default for f in dataclasses.fields(strategy.Options)}
+    defaults: dict[str, int | float] = vars(strategy.Options())
     values: dict[str, int | float] = {}
     for name, value in (given or {}).items():
         if name not in defaults:

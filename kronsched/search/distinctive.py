@@ -45,7 +45,7 @@ class DistinctiveOptions:
     fresh: int = option(64, "random candidates added to the pool a round")
     best_of: int = option(512, "pool candidates with the best scores from which a batch is picked")
     keep: int = option(8192, "candidates scored in a round at most")
-    first: int = option(512, "random candidates from which the space-filling start is chosen")
+    first: int = option(256, "random candidates from which the space-filling start is chosen")
 
 
 class Distinctive(PoolStrategy):
@@ -97,14 +97,16 @@ class Distinctive(PoolStrategy):
     # -- where candidates come from -----------------------------------------------------------------
 
     def _start(self, n: int) -> list[int]:
-        return self.free(np.array([self.pool.id_of(c) for c in self.start], dtype=np.int64)).tolist()[:n]
+        ids: list[int] = self.free(np.array([self.pool.id_of(c) for c in self.start], dtype=np.int64)).tolist()
+        return ids[:n]
 
     def _ask_apart(self, n: int, picked: list[int]) -> list[int]:
         """As far as possible from all that was asked and from each other."""
         ids = self.free(self.pool.sample(self.options.first))
         ids = ids[~np.isin(ids, picked)]
         points = self._embed(ids)
-        return ids[spread_out(points, n, nearest(points, self._embed_taken(picked)))].tolist()
+        out: list[int] = ids[spread_out(points, n, nearest(points, self._embed_taken(picked)))].tolist()
+        return out
 
     def _ask_model(self, n: int, picked: list[int]) -> list[int]:
         o = self.options
@@ -168,7 +170,8 @@ class Distinctive(PoolStrategy):
         if len(self._points) < len(self.pool):
             new = self.model.embed(self.pool.candidates[len(self._points) :])
             self._points = new if not len(self._points) else np.concatenate([self._points, new])
-        return self._points[ids]
+        out: np.ndarray = self._points[ids]
+        return out
 
     def _embed_taken(self, more: list[int]) -> np.ndarray:
         return self._embed(np.array([*self.taken, *more], dtype=np.int64))

@@ -65,7 +65,8 @@ class Evolutionary(PoolStrategy):
             met.append(population)
         scores(population)
         ids = self.free(np.concatenate(met))
-        return ids[np.argsort(-scores(ids), kind="stable")].tolist()
+        out: list[int] = ids[np.argsort(-scores(ids), kind="stable")].tolist()
+        return out
 
     def _children(self, parents: np.ndarray) -> np.ndarray:
         out = parents.copy()

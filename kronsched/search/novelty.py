@@ -13,7 +13,8 @@ def nearest(points: np.ndarray, others: np.ndarray) -> np.ndarray:
     if not len(others):
         return np.full(len(points), np.inf)
     square = (points**2).sum(1)[:, None] + (others**2).sum(1)[None] - 2 * points @ others.T
-    return np.sqrt(np.maximum(square.min(axis=1), 0.0))
+    out: np.ndarray = np.sqrt(np.maximum(square.min(axis=1), 0.0))
+    return out
 
 
 def spread_out(points: np.ndarray, n: int, distance: np.ndarray) -> list[int]:

@@ -134,7 +134,7 @@ class Pool:
 
     def mutate(self, ids: np.ndarray, times: int = 1) -> np.ndarray:
         """Rows that differ from those of `ids` in one random knob (at most `times` knobs); they may be invalid."""
-        rows = self._rows[ids].astype(np.int64)
+        rows: np.ndarray = self._rows[ids].astype(np.int64)
         if len(self._movable):
             at = np.arange(len(rows))
             for _ in range(times):
@@ -146,7 +146,8 @@ class Pool:
     def cross(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Rows that take each knob from one of two parents at random; they may be invalid."""
         take = self.rng.random((len(a), len(self._radix))) < 0.5
-        return np.where(take, self._rows[a], self._rows[b])
+        out: np.ndarray = np.where(take, self._rows[a], self._rows[b])
+        return out
 
     def neighbours(self, ids: Iterable[int]) -> np.ndarray:
         """All rows that differ from that of one of `ids` in exactly one knob; they may be invalid."""
@@ -204,7 +205,7 @@ class PoolStrategy(SearchStrategy):
         return np.array([i for i in dict.fromkeys(ids.tolist()) if i != INVALID and i not in self.taken], dtype=np.int64)
 
     def random_ids(self, n: int) -> list[int]:
-        """`n` random ids that are not taken; fewer only when the space is exhausted (or too large to tell, with few valid configs)."""
+        """`n` random ids that are not taken; fewer when the space is exhausted, or too large and sparse to tell."""
         found: dict[int, None] = {}
         while len(found) < n:
             drawn = self.pool.draw(n - len(found))

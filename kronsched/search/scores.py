@@ -35,4 +35,5 @@ class Scores:
                 self._scale = float(raw.min()), spread if spread > 0 else 1.0
             low, spread = self._scale
             self._known[missing] = (raw - low) / spread
-        return self._known[ids]
+        out: np.ndarray = self._known[ids]
+        return out

@@ -17,7 +17,8 @@ from kronsched import registry
 from kronsched.cost_model.base import CostModel
 from kronsched.cost_model.features import Columns, Featurizer
 from kronsched.cost_model.null import NullModel
-from kronsched.cost_model.xgb import Booster, XgbModel, XgbOptions
+from kronsched.cost_model.transfer import Prior
+from kronsched.cost_model.xgb import XgbModel, XgbOptions
 from kronsched.errors import ArgumentError
 from kronsched.measure.base import Measured
 from kronsched.search.base import Observation, SearchStrategy
@@ -94,7 +95,8 @@ class SimulationResult:
         out = []
         for at in [n for n in CURVE_AT if n <= max(r.trials for r in self.runs)]:
             values = [r.best[min(at, r.trials) - 1] for r in self.runs if r.trials]
-            out.append((at, *(float(q) for q in np.quantile(values, (0.25, 0.5, 0.75)))))
+            low, middle, high = (float(q) for q in np.quantile(values, (0.25, 0.5, 0.75)))
+            out.append((at, low, middle, high))
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def simulate(
     options: Mapping[str, int | float] | None = None,
     model: XgbOptions | None = None,
     without: Sequence[str] = (),
-    prior: tuple[Booster, Columns] | None = None,
+    prior: Prior | None = None,
     default_first: bool = True,
     builders: int = 16,
     quality_at: int = 32,
@@ -139,9 +141,9 @@ def simulate(
     """Run a strategy on a table for several seeds; a run ends at 0.99 of the optimum, after `trials`, or with the table.
 
     batch: candidates a round, default the strategy's own.  options: of the strategy.  model, without, prior: of the cost model
-    (see `XgbModel`, `Featurizer`).  default_first: tell the strategy the schedule's default config, as `tune` does.  builders:
-    parallel builders of the simulated machine; candidates run one at a time.  quality_at: observations after which the cost model is judged on
-    the rest of the table.  Raises ArgumentError for values that are not allowed.
+    (see `XgbModel`, `Featurizer`, `fit_prior`).  default_first: tell the strategy the schedule's default config, as `tune` does.
+    builders: of the simulated machine; candidates run one at a time.  quality_at: observations after which the cost model is
+    judged on the rest of the table.  Raises ArgumentError for values that are not allowed.
     """
     cls = registry.strategy(strategy) if isinstance(strategy, str) else strategy
     seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
@@ -166,16 +168,19 @@ def model_for(
     seed: int = 0,
     options: XgbOptions | None = None,
     without: Sequence[str] = (),
-    prior: tuple[Booster, Columns] | None = None,
+    prior: Prior | None = None,
 ) -> CostModel:
     """A fresh cost model for a run on a table."""
     if not strategy.uses_model:
         return NullModel(table.space)
-    booster, columns = prior if prior is not None else (None, None)
+    # A copy: a run must not add columns to the next one's.
+    columns = None if prior is None else Columns(prior.columns.names)
     s = table.subject
-    parts = (s.workload, s.device, s.schedule) if s is not None else (None, None, None)
-    own = None if columns is None else Columns(columns.names)  # a run must not add columns to the next one's
-    return XgbModel(Featurizer(table.space, *parts, columns=own, without=without), options, seed, booster)
+    if s is None:
+        featurizer = Featurizer(table.space, columns=columns, without=without)
+    else:
+        featurizer = Featurizer(table.space, s.workload, s.device, s.schedule, columns, without)
+    return XgbModel(featurizer, options, seed, None if prior is None else prior.booster)
 
 
 def random_trials(candidates: int, good: int) -> tuple[float, float]:

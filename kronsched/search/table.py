@@ -72,7 +72,7 @@ class Table:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], space: str | None = None, objective: str = "time") -> Table:
-        """From a tuning log (.jsonl or .jsonl.gz) made by `tune --strategy exhaustive`; of repeated configs the last record counts.
+        """From a log (.jsonl or .jsonl.gz) made by `tune --strategy exhaustive`; of a repeated config the last record counts.
 
         space: which one, when the log holds several.  objective: "time" or "energy".  Raises ArgumentError when the log holds
         several workloads, devices or spaces, or nothing that can be used.

@@ -1,374 +1,286 @@
-"""The tuner loop: ask a strategy for candidates, measure them, log each result at once, tell the strategy.
+"""`kronsched.tune`: ask the strategy for a batch, measure it, append each result to the log as it comes, tell the strategy.
 
-Read first: `tune` (arguments and their checks) and `_Run.search` (the loop).
+Read first: `tune`, then `_Run.loop`.
 """
 
 from __future__ import annotations
 
+import os
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from kronsched import registry
-from kronsched.errors import ArgumentError, ArgumentTypeError, KronschedError, choose
-from kronsched.hardware import Device, floor_us, resolve_target
-from kronsched.measure.base import Measured, Measurer
-from kronsched.records.database import default_log, matches_device, search_dirs
-from kronsched.records.journal import Journal
+import numpy as np
+
+from kronsched.errors import CompileError, InvalidConfig, UnsupportedError
+from kronsched.hardware import Device, floor_us
+from kronsched.measure.base import STATUSES, Measured, Measurer
 from kronsched.records.schema import TuningRecord, record_of
-from kronsched.search.arm import Arm, cost, make_arms
-from kronsched.search.base import Observation
+from kronsched.search.portfolio import Portfolio
 from kronsched.search.result import TuneEvent, TuneResult
+from kronsched.search.setup import Plan, check_arguments, plan_for
+from kronsched.search.table import cost_of, observation_of
 from kronsched.space import Candidate
-from kronsched.workloads.base import Workload
+
+if TYPE_CHECKING:
+    from kronsched.workloads.base import Workload
 
 __all__ = ["TuneEvent", "TuneResult", "tune"]
 
-OBJECTIVES = ("time", "energy")
-HISTORY_PER_SHAPE = 512
-"""Records of one other shape that the warm start reads at most."""
+Progress = Callable[[TuneEvent], None]
 
 
 def tune(
     workload: Workload,
     *,
-    target: str = "auto",
+    target: str | Device = "auto",
     trials: int = 64,
-    log: str | Path | None = None,
+    log: str | os.PathLike[str] | None = None,
     strategy: str = "distinctive",
     seed: int = 0,
-    space: str | Path | None = None,
+    space: str | os.PathLike[str] | None = None,
     compiler: str = "nvrtc",
     warm_start: bool = True,
     objective: str = "time",
+    batch: int | None = None,
+    builders: int | None = None,
     build_timeout_s: float = 60.0,
     run_timeout_s: float = 20.0,
-    builders: int | None = None,
-    progress: Callable[[TuneEvent], None] | None = None,
+    strategy_options: Mapping[str, int | float] | None = None,
+    progress: Progress | None = None,
     measurer: Measurer | None = None,
 ) -> TuneResult:
-    """Search schedules of a workload, measure them on the target, append every result to a log.
+    """Search schedules for a workload, measure them on the target, and log every measurement.
 
-    workload: a shape, such as `KronMatmul(...)`.  target: "auto", "cpu", "cuda", "cuda:N" or a preset; one this machine lacks
-    is compiled for and ranked, and nothing is measured.  trials: new candidates to measure.  log: JSON Lines file to append to
-    (default: one a workload in the user's data directory, where `load` looks first); what it already holds for this workload and
-    device is not measured again.  strategy: "distinctive", "annealing", "evolutionary", "random", "exhaustive" or a registered
-    one.  seed: of the search and of the inputs.  space: TOML file with knobs instead of the shipped one.  compiler: "nvrtc" or
-    "nvcc".  warm_start: start the cost model from logs of other shapes.  objective: "time", or "energy" (joules a call).
-    build_timeout_s, run_timeout_s: seconds of one build and of one run.  builders: processes (default: by cores).
-    progress: called with each `TuneEvent`.  measurer: replaces the live one (simulation, tests).
+    target: "auto" (a CUDA GPU if there is one, else this CPU), "cpu", "cuda", "cuda:N", a preset such as "nvidia/h200", or a
+    `Device`. On a preset nothing is measured: the cost model's choice is compiled and reported as `predicted`.
+    trials: new candidates to measure; fewer when the space is exhausted. What the log already holds for this workload, device and
+    space is told to the strategy, is never measured again, and does not count. So the same call on the same log goes on.
+    log: JSON Lines file to append to; None takes the user's log of this workload, where `load` looks first.
+    strategy: a registered name; strategy_options: overrides of its options.  seed: of the search, ≥ 0.
+    space: a TOML file with the values of one schedule's knobs; then only that schedule is searched.
+    compiler: "nvrtc" or "nvcc".  warm_start: start the cost model from logs of other shapes.
+    objective: "time" (median microseconds) or "energy" (joules a call; NVIDIA GPUs).
+    batch: candidates a round, None for what the strategy was made for, or more where builders would idle.  builders: build
+    processes, None for the cores.
+    progress: called with a `TuneEvent` at each step.  measurer: measures instead of this machine; it is not closed.
 
-    Raises ArgumentError or ArgumentTypeError naming the argument, before any work; UnsupportedError when nothing serves the
-    workload on the target.
+    Raises UserError subclasses (ArgumentError, ArgumentTypeError, UnsupportedError) before any work, naming the argument, and
+    MeasureError when nothing at all can be measured. A candidate that fails is a record with its status, never an exception.
     """
-    started = time.perf_counter()
-    _check(workload, trials, strategy, seed, objective)
-    device = resolve_target(target)
-    if device.kind == "cuda":
-        _check_compiler(compiler)
-    path = Path(log) if log is not None else default_log(workload)
-    journal = Journal(path)
-    journal.check_writable()
-    known = journal.read() if path.exists() else []
-    mine = [r for r in known if r.workload_key == workload.key and matches_device(r, device)]
-    history = _history(workload, known) if warm_start and registry.strategy(strategy).uses_model else []
-    arms = make_arms(workload, device, strategy, seed, space, history)
-    run = _Run(workload, device, arms, journal, mine, trials, strategy, seed, objective, progress)
-    if not device.present and measurer is None:
-        return run.predict(compiler, started)
-    owned = measurer is None
-    live = measurer or _live(workload, arms, device, compiler, build_timeout_s, run_timeout_s, builders, seed, objective)
-    try:
-        run.search(live)
-    finally:
-        if owned:
+    begin = time.perf_counter()
+    check_arguments(
+        workload,
+        trials,
+        seed,
+        strategy,
+        objective,
+        compiler,
+        batch=batch,
+        builders=builders,
+        build_timeout_s=build_timeout_s,
+        run_timeout_s=run_timeout_s,
+        progress=progress,
+    )
+    measuring = measurer is not None
+    plan = plan_for(workload, target, log, strategy, seed, space, objective, warm_start, strategy_options, compiler, measuring)
+    run = _Run(plan, trials, batch, strategy, seed, objective, progress or (lambda event: None))
+    run.start()
+    if not plan.device.present and not measuring:
+        return _predict(run, compiler, begin)
+    if measurer is not None:
+        run.loop(measurer)
+    else:
+        from kronsched.measure.energy import NvmlEnergy
+        from kronsched.measure.live import LiveMeasurer
+
+        live = LiveMeasurer(
+            workload,
+            [a.schedule for a in plan.arms],
+            plan.device,
+            compiler=compiler,
+            builders=builders,
+            build_timeout_s=build_timeout_s,
+            run_timeout_s=run_timeout_s,
+            seed=seed,
+            observers=[NvmlEnergy()] if objective == "energy" else [],
+        )
+        try:
+            run.loop(live)
+        finally:
             live.close()
-    return run.result(started)
+    name, us = _reference(plan, run) if plan.device.present else (None, None)
+    run.emit("end")
+    return run.result(begin, reference_name=name, reference_us=us)
 
 
 class _Run:
-    """The state of one tuning run."""
+    """The state of one call of `tune`."""
 
     def __init__(
-        self,
-        workload: Workload,
-        device: Device,
-        arms: Sequence[Arm],
-        journal: Journal,
-        known: Sequence[TuningRecord],
-        trials: int,
-        strategy: str,
-        seed: int,
-        objective: str,
-        progress: Callable[[TuneEvent], None] | None,
+        self, plan: Plan, trials: int, batch: int | None, strategy: str, seed: int, objective: str, progress: Progress
     ) -> None:
-        self.workload, self.device, self.arms, self.journal = workload, device, list(arms), journal
-        self.known, self.trials, self.strategy, self.seed = list(known), trials, strategy, seed
+        self.plan, self.trials, self.strategy, self.seed = plan, trials, strategy, seed
         self.objective, self.progress = objective, progress
+        self.search = Portfolio([a.strategy for a in plan.arms])
+        self.batch = batch
+        self.floor_us = floor_us(plan.workload, plan.device)
         self.records: list[TuningRecord] = []
         self.failures: Counter[str] = Counter()
+        self.best: TuningRecord | None = None
         self.round = 0
         self.search_seconds = 0.0
-        self.floor_us = floor_us(workload, device)
-        self.best = self._best_of(self.known)
 
-    # -- the loop -----------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Tell what the log holds."""
+        usable = [r for r in self.plan.known if not r.ok or cost_of(r, self.objective) is not None]
+        for record in usable:
+            self._note_best(record)
+        begin = time.perf_counter()
+        self.search.tell([observation_of(r, self.objective) for r in usable])
+        self.search_seconds += time.perf_counter() - begin
+        self.emit("start")
+        for message in self.plan.messages:
+            self.emit("message", message=message)
+        if usable:
+            self.emit("message", message=f"{len(usable)} candidates in {self.plan.journal.path} are known and not measured again")
 
-    def search(self, measurer: Measurer) -> None:
-        """Measure until `trials` new candidates are done or no space has any left."""
-        with self._searching():
-            for arm in self.arms:
-                arm.strategy.tell(arm.observe(self.known, self.objective))
-        self._emit("start")
-        parallel = int(getattr(measurer, "parallel", 1))
-        live = list(self.arms)
-        while live and len(self.records) < self.trials:
-            arm = self._turn(live)
-            with self._searching() as spent:
-                size = min(max(arm.strategy.batch_size, parallel), self.trials - len(self.records))
-                batch = arm.strategy.ask(size)
-                ranks = _ranks(arm, batch)
+    def loop(self, measurer: Measurer) -> None:
+        """Until `trials` candidates were measured or the space is exhausted."""
+        # A larger batch than the strategy was made for costs some trials and saves more time where builders would idle.
+        size = self.batch or max(self.search.batch_size, int(getattr(measurer, "parallel", 1)))
+        while len(self.records) < self.trials:
+            begin = time.perf_counter()
+            batch = self.search.ask(min(size, self.trials - len(self.records)))
+            ranks = self._ranks(batch)
+            seconds = time.perf_counter() - begin
             if not batch:
-                live.remove(arm)
-                continue
-            self.round += 1
-            told: list[Observation] = []
-            share = spent() / len(batch)
+                self.emit("message", message="every valid candidate of the space was measured")
+                break
+            new = []
             for measured in measurer.measure(batch):
-                told.append(self._record(arm, measured, ranks, share))
-            with self._searching():
-                arm.strategy.tell(told)
-        self._emit("end")
+                record = self._record(measured, ranks.get(measured.candidate), seconds / len(batch))
+                # At once: a killed tuner loses no finished measurement.
+                self.plan.journal.append(record)
+                new.append(record)
+                self._count(record)
+            begin = time.perf_counter()
+            self.search.tell([observation_of(r, self.objective) for r in new])
+            self.search_seconds += seconds + time.perf_counter() - begin
+            self.round += 1
 
-    def _turn(self, arms: Sequence[Arm]) -> Arm:
-        """Whose batch is next: every schedule once, then the best one's two times out of three."""
-        if len(arms) == 1 or self.round < len(arms):
-            return arms[self.round % len(arms)]
-        leader = next((a for a in arms if self.best is not None and a.space.name == self.best.space["name"]), arms[0])
-        others = [a for a in arms if a is not leader]
-        return leader if self.round % 3 else others[self.round // 3 % len(others)]
-
-    def _record(self, arm: Arm, measured: Measured, ranks: dict[Candidate, int], search_seconds: float) -> Observation:
-        record = record_of(
-            self.workload,
-            self.device,
-            arm.space.name,
-            arm.space.digest,
-            measured,
-            {
-                "strategy": self.strategy,
-                "seed": self.seed,
-                "round": self.round,
-                "predicted_rank": ranks.get(measured.candidate),
-                "build_seconds": measured.build.seconds,
-                "run_seconds": measured.run.seconds if measured.run is not None else 0.0,
-                "search_seconds": search_seconds,
-                "objective": self.objective,
-            },
+    def emit(self, kind: str, record: TuningRecord | None = None, message: str = "") -> None:
+        """Report a step."""
+        best_cost = None if self.best is None else cost_of(self.best, self.objective)
+        done, failures = len(self.records), dict(self.failures)
+        self.progress(
+            TuneEvent(kind, self.trials, done, self.round, self.best, best_cost, self.floor_us, failures, record, message)
         )
-        self.journal.append(record)
-        self.records.append(record)
-        if not record.ok:
-            self.failures[record.status] += 1
-        self.best = self._best_of([r for r in (self.best, record) if r is not None])
-        self._emit("result", record)
-        return Observation(measured.candidate, record.status, cost(record, self.objective), measured.build.source_sha256)
 
-    def _best_of(self, records: Sequence[TuningRecord]) -> TuningRecord | None:
-        spaces = {a.space.name for a in self.arms}
-        good = [r for r in records if cost(r, self.objective) is not None and r.space["name"] in spaces]
-        return min(good, key=lambda r: cost(r, self.objective) or 0.0, default=None)
-
-    def _searching(self) -> _Stopwatch:
-        return _Stopwatch(self)
-
-    def _emit(self, kind: str, record: TuningRecord | None = None, message: str = "") -> None:
-        if self.progress is not None:
-            value = None if self.best is None else cost(self.best, self.objective)
-            event = TuneEvent(
-                kind,
-                self.trials,
-                len(self.records),
-                self.round,
-                self.best,
-                value,
-                self.floor_us,
-                dict(self.failures),
-                record,
-                message,
-            )
-            self.progress(event)
-
-    # -- how it ends --------------------------------------------------------------------------------
-
-    def result(self, started: float) -> TuneResult:
-        """The outcome, with the time of what a user would run otherwise."""
-        name, reference = _reference(self.workload, self.device)
-        return self._result(started, reference_us=reference, reference_name=name)
-
-    def predict(self, compiler: str, started: float) -> TuneResult:
-        """For a device that is not here: the candidate that ranks first, compiled; nothing is measured."""
-        from kronsched.runtime.cache import get_or_build
-
-        with self._searching():
-            for arm in self.arms:
-                arm.strategy.tell(arm.observe(self.known, self.objective))
-            candidate = self._favourite()
-        artefact = get_or_build(self.workload, candidate.space, candidate.config, self.device, compiler)
-        how = "ranked first by the cost model" if self.arms[0].model.trained else "the schedule's default"
-        message = f"{self.device.name} is not in this machine: nothing was measured; the predicted config is {how}"
-        self._emit("message", message=message)
-        return self._result(started, predicted=candidate, artefact=artefact, message=message)
-
-    def _favourite(self) -> Candidate:
-        arm = self.arms[0]
-        default = arm.space.candidate(arm.schedule.default_config(self.workload, self.device))
-        if not arm.model.trained:
-            return default
-        pool = [default, *arm.strategy.ask(32)]
-        scores = arm.model.predict(pool)
-        return pool[int(scores.argmax())]
-
-    def _result(self, started: float, **more: Any) -> TuneResult:
+    def result(self, begin: float, **more: object) -> TuneResult:
+        """What `tune` returns."""
         return TuneResult(
-            workload=self.workload,
-            device=self.device,
+            workload=self.plan.workload,
+            device=self.plan.device,
             best=self.best,
             records=tuple(self.records),
             failures=dict(self.failures),
             trials=len(self.records),
-            seconds=time.perf_counter() - started,
-            log=self.journal.path,
+            seconds=time.perf_counter() - begin,
+            log=self.plan.journal.path,
             floor_us=self.floor_us,
             objective=self.objective,
-            known=len(self.known),
+            known=len(self.plan.known),
             search_seconds=self.search_seconds,
             strategy=self.strategy,
-            space=",".join(a.space.name for a in self.arms),
-            **more,
+            space=self.best.space["name"] if self.best is not None else self.plan.arms[0].space.name,
+            **more,  # type: ignore[arg-type]
         )
 
+    def _ranks(self, batch: Sequence[Candidate]) -> dict[Candidate, int]:
+        """Rank of each candidate in the batch by predicted score, 0 the best; empty for models that know nothing."""
+        out: dict[Candidate, int] = {}
+        for arm in self.plan.arms:
+            own = [c for c in batch if c.space == arm.space.name]
+            if own and arm.strategy.uses_model and arm.model.trained:
+                order = np.argsort(-arm.model.predict(own), kind="stable")
+                out.update((own[i], rank) for rank, i in enumerate(order.tolist()))
+        return out
 
-class _Stopwatch:
-    """Adds the time inside to the run's search seconds; calling the value gives this round's seconds so far."""
+    def _record(self, measured: Measured, rank: int | None, search_seconds: float) -> TuningRecord:
+        name = measured.candidate.space
+        digest = next(a.space.digest for a in self.plan.arms if a.space.name == name)
+        search = {
+            "strategy": self.strategy,
+            "round": self.round,
+            "predicted_rank": rank,
+            "seed": self.seed,
+            "search_seconds": search_seconds,
+            "objective": self.objective,
+        }
+        return record_of(self.plan.workload, self.plan.device, name, digest, measured, search)
 
-    def __init__(self, run: _Run) -> None:
-        self._run, self._spent = run, 0.0
+    def _count(self, record: TuningRecord) -> None:
+        self.records.append(record)
+        if not record.ok:
+            self.failures[record.status] += 1
+        elif cost_of(record, self.objective) is None:
+            raise UnsupportedError(f"objective={self.objective!r} is not supported on {self.plan.device.name}: it has no counter")
+        self._note_best(record)
+        self.emit("result", record)
 
-    def __enter__(self) -> Callable[[], float]:
-        self._from = time.perf_counter()
-        return lambda: self._spent or time.perf_counter() - self._from
-
-    def __exit__(self, *exc: object) -> None:
-        self._spent = time.perf_counter() - self._from
-        self._run.search_seconds += self._spent
-
-
-# -- checks and parts -----------------------------------------------------------------------------------
-
-
-def _check(workload: Workload, trials: int, strategy: str, seed: int, objective: str) -> None:
-    if not isinstance(workload, Workload):
-        raise ArgumentTypeError(f"workload={workload!r} must be a workload, such as KronMatmul(m=…, factors=…)")
-    for name, value, least in (("trials", trials, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentTypeError(f"{name}={value!r} must be an int ≥ {least}")
-        if value < least:
-            raise ArgumentError(f"{name}={value} is not allowed: an int ≥ {least} is needed")
-    registry.strategy(strategy)
-    if objective not in OBJECTIVES:
-        raise choose("objective", objective, OBJECTIVES)
-
-
-def _check_compiler(compiler: str) -> None:
-    """Fail once, clearly, rather than with every candidate."""
-    from kronsched.runtime.nvrtc import compile_cuda
-
-    compile_cuda('extern "C" __global__ void probe() {}', "sm_80", compiler)
-
-
-def _history(workload: Workload, known: Sequence[TuningRecord]) -> list[TuningRecord]:
-    """Records of other shapes of the family: from the given log, the user's logs and the shipped ones."""
-    per_shape: Counter[str] = Counter()
-    out = []
-    for record in _records(known):
-        if record.workload.get("family") == workload.family and record.workload_key != workload.key:
-            per_shape[record.workload_key] += 1
-            if per_shape[record.workload_key] <= HISTORY_PER_SHAPE:
-                out.append(record)
-    return out
+    def _note_best(self, record: TuningRecord) -> None:
+        cost = cost_of(record, self.objective)
+        before = None if self.best is None else cost_of(self.best, self.objective)
+        if cost is not None and (before is None or cost < before):
+            self.best = record
 
 
-def _records(known: Sequence[TuningRecord]) -> Iterator[TuningRecord]:
-    seen = set()
-    for record in known:
-        seen.add(record.to_json())
-        yield record
-    for folder in search_dirs():
-        for path in sorted(folder.rglob("*.jsonl")) if folder.is_dir() else []:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # damage in a log nobody named is not this run's business
-                try:
-                    records = Journal(path).read()
-                except (OSError, KronschedError):
-                    continue
-            for record in records:
-                text = record.to_json()
-                if text not in seen:
-                    seen.add(text)
-                    yield record
+def _predict(run: _Run, compiler: str, begin: float) -> TuneResult:
+    """For a device that is not here: choose by the model or the default, compile, measure nothing, and say so."""
+    from kronsched.runtime.cache import get_or_build
+    from kronsched.search.predict import predict_best
+
+    plan = run.plan
+    arm = plan.arms[0]
+    trained = arm.strategy.uses_model and arm.model.trained
+    chosen = predict_best(arm.space, arm.model, arm.default, seed=run.seed) if arm.default is not None else []
+    if not chosen:
+        chosen = arm.strategy.ask(1)
+    artefact, candidate = None, chosen[-1]
+    for trial in chosen:
+        try:
+            artefact, candidate = get_or_build(plan.workload, arm.schedule, trial.config, plan.device, compiler), trial
+            break
+        except (CompileError, InvalidConfig) as e:
+            run.emit("message", message=f"a predicted candidate does not compile and is passed over: {str(e).splitlines()[0]}")
+    how = "the cost model's choice" if trained and candidate != arm.default else "the schedule's default"
+    message = f"{plan.device.name} is not on this machine: nothing was measured, the candidate is {how}"
+    run.emit("message", message=message)
+    run.emit("end")
+    return run.result(begin, predicted=candidate, artefact=artefact, message=message)
 
 
-def _live(
-    workload: Workload,
-    arms: Sequence[Arm],
-    device: Device,
-    compiler: str,
-    build_timeout_s: float,
-    run_timeout_s: float,
-    builders: int | None,
-    seed: int,
-    objective: str,
-) -> Measurer:
-    from kronsched.measure.energy import NvmlEnergy
-    from kronsched.measure.live import LiveMeasurer
-
-    if objective == "energy" and device.kind != "cuda":
-        raise ArgumentError("objective='energy' is not allowed on a CPU: it is measured by the GPU's energy counter")
-    return LiveMeasurer(
-        workload,
-        [a.schedule for a in arms],
-        device,
-        compiler=compiler,
-        builders=builders,
-        build_timeout_s=build_timeout_s,
-        run_timeout_s=run_timeout_s,
-        seed=seed,
-        observers=(NvmlEnergy(),) if objective == "energy" else (),
-    )
-
-
-def _ranks(arm: Arm, batch: Sequence[Candidate]) -> dict[Candidate, int]:
-    """Rank of each candidate in its batch by the model, 0 the best; empty without a trained model."""
-    if not batch or not arm.model.trained:
-        return {}
-    order = (-arm.model.predict(batch)).argsort(kind="stable")
-    return {batch[int(i)]: rank for rank, i in enumerate(order)}
-
-
-def _reference(workload: Workload, device: Device) -> tuple[str | None, float | None]:
-    """(name, median µs) of the family's baseline on this device; (None, None) when it has none or it cannot run here."""
-    baseline = getattr(workload, "baseline", None)
-    if baseline is None or not device.present:
+def _reference(plan: Plan, run: _Run) -> tuple[str | None, float | None]:
+    """(name, median microseconds) of what a user would run without kronsched; (None, None) when it has none or cannot run."""
+    baseline = getattr(plan.workload, "baseline", None)
+    if baseline is None:
         return None, None
     from kronsched.measure.baseline import time_callable
+    from kronsched.measure.timing import sets_for
 
+    device, name, calls = plan.device, None, []
+    size = sum(t.nbytes for t in plan.workload.inputs)
     try:
-        name, call = baseline(*workload.make_inputs(0, device.torch_device))
-        return name, time_callable(call, device)
-    except (RuntimeError, MemoryError) as e:  # out of memory, an operator torch lacks: the baseline's failure, not ours
-        warnings.warn(f"the baseline of {workload.label} could not be timed: {str(e).splitlines()[0]}", stacklevel=3)
-        return None, None
+        for seed in range(min(8, sets_for(size, device, 2 << 30))):
+            name, call = baseline(*plan.workload.make_inputs(seed, device.torch_device))
+            calls.append(call)
+        return name, time_callable(calls, device)
+    except Exception as e:  # out of memory, or whatever a baseline from outside raises: the tuning itself is done
+        run.emit("message", message=f"the reference could not be timed: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
+        return name, None
+
+
+FAILURES = tuple(s for s in STATUSES if s != "ok")
+"""The keys that `TuneResult.failures` may have."""

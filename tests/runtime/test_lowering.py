@@ -192,14 +192,31 @@ def test_first_line_finds_the_reason() -> None:
     assert len(first_line(ValueError("x" * 9999))) == 300
 
 
-def test_tvm_is_kept_from_compiling_the_source_itself() -> None:
-    """On a machine with a GPU TVM's code generator calls this hook, which costs more than our own compilation."""
-    import tvm_ffi
+def test_tvm_is_kept_from_compiling_the_source_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU TVM's code generator also compiles what it generates, unless its switch is set."""
+    import os
 
     from kronsched.runtime import lower as module
 
-    name = "tvm_callback_cuda_compile"
-    before = tvm_ffi.get_global_func(name)
+    monkeypatch.delenv("TVM_COMPILE_FORCE_FALLBACK", raising=False)
     with module._source_only():
-        assert bytes(tvm_ffi.get_global_func(name)("this is not CUDA")) == b""
-    assert tvm_ffi.get_global_func(name).same_as(before)
+        assert os.environ["TVM_COMPILE_FORCE_FALLBACK"] == "1"
+    assert "TVM_COMPILE_FORCE_FALLBACK" not in os.environ
+
+
+@pytest.mark.cuda
+def test_gpu_machine_generates_source_without_compiling_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tvm.support.nvcc as nvcc
+
+    from kronsched.hardware import resolve_target
+    from kronsched.runtime.lower import lower
+    from kronsched.schedules.kron_cuda_simt import KronCudaSimt
+    from kronsched.workloads.kron import KronMatmul
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("TVM compiled the source")
+
+    monkeypatch.setattr(nvcc, "compile_cuda", refuse)
+    device, workload = resolve_target("cuda"), KronMatmul(8, [(4, 4)] * 2)
+    schedule = KronCudaSimt()
+    assert "__global__" in lower(workload, schedule, schedule.default_config(workload, device), device).source
