@@ -176,7 +176,8 @@ def _lower_cuda(scheduled: Scheduled, device: Device) -> Lowered:
         launches.append(spec)
     # One device module, hence one source and one cubin, in order of first launch.
     module = tvm.IRModule({spec.symbol: func for func, spec in kernels.values()})
-    code = str(tvm.get_global_func("target.build.cuda")(module, target).inspect_source())
+    with _source_only():
+        code = str(tvm.get_global_func("target.build.cuda")(module, target).inspect_source())
     source = _with_launches("//", launches, scheduled, code)
     return Lowered(source, _digest(source), tuple(launches), scheduled.scratch, None)
 

@@ -38,6 +38,8 @@ class DistinctiveOptions:
     explore: float = option(0.12, "share of a batch that is random at the start")
     explore_least: float = option(0.02, "share of a batch that is random in the long run")
     anneal: float = option(150.0, "measurements after which novelty and exploration have fallen to 37 %")
+    patience: int = option(32, "measurements without a better one after which exploration rises again")
+    reheat: float = option(0.5, "share of a batch that is random after twice that many")
     local: int = option(2, "neighbours of the best measured candidates in a batch of 8")
     parents: int = option(96, "candidates that a generation grows from")
     children: int = option(160, "new configs tried in a generation")
@@ -110,7 +112,7 @@ class Distinctive(PoolStrategy):
 
     def _ask_model(self, n: int, picked: list[int]) -> list[int]:
         o = self.options
-        cooling = math.exp(-len(self.taken) / o.anneal) if o.anneal > 0 else 0.0
+        heat = self._heat()
         scores = self._grow()
         out: list[int] = []
 
@@ -120,7 +122,7 @@ class Distinctive(PoolStrategy):
             order = np.argsort(-self.model.predict([self.pool.candidates[i] for i in near.tolist()]), kind="stable")
             out += near[order[: math.ceil(n * o.local / 8)]].tolist()
 
-        share = max(o.explore * cooling, o.explore_least)
+        share = max(o.explore * heat, o.explore_least, o.reheat * self._stagnation())
         explored = int(self.pool.rng.binomial(n, min(1.0, share)))
         if explored:
             random = self.free(self.pool.sample(4 * explored, tries=1000))
@@ -134,8 +136,22 @@ class Distinctive(PoolStrategy):
             ids, scores = ids[top], scores[top]
             points = self._embed(ids)
             distance = nearest(points, self._embed_taken(picked + out))
-            out += ids[pick(scores, points, n - len(out), distance, o.novelty * cooling)].tolist()
+            out += ids[pick(scores, points, n - len(out), distance, o.novelty * heat)].tolist()
         return out
+
+    def _heat(self) -> float:
+        """Falls from 1 with the number of measurements."""
+        cooled = math.exp(-len(self.taken) / self.options.anneal) if self.options.anneal > 0 else 0.0
+        return max(cooled, self._stagnation())
+
+    def _stagnation(self) -> float:
+        """0 until `patience` measurements brought nothing better, then rising to 1 over as many more."""
+        patience = self.options.patience
+        if not patience or not self.costs:
+            return 0.0
+        order = list(self.costs)
+        since = len(self.taken) - list(self.taken).index(min(order, key=lambda i: self.costs[i])) - 1
+        return min(1.0, max(0.0, since / patience - 1.0))
 
     def _grow(self) -> np.ndarray:
         """Evolve the active candidates on the model's score; returns their scores."""

@@ -11,10 +11,11 @@ import pytest
 
 from kronsched import KronMatmul
 from kronsched.errors import CompileError, InvalidConfig
-from kronsched.hardware import Device
+from kronsched.hardware import Device, resolve_target
 from kronsched.runtime.build import lower_source
 from kronsched.runtime.lower import first_line, lower
 from kronsched.schedules.base import Launch, Scheduled
+from kronsched.schedules.kron_cuda_simt import KronCudaSimt
 from kronsched.space import Config
 from kronsched.workloads.base import TensorSpec, Workload
 from tests.runtime.runtime_toys import A100, H200, OneKernel, Toy, TwoStages, TwoStagesCuda, W, names, this_cpu
@@ -194,8 +195,6 @@ def test_first_line_finds_the_reason() -> None:
 
 def test_tvm_is_kept_from_compiling_the_source_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU TVM's code generator also compiles what it generates, unless its switch is set."""
-    import os
-
     from kronsched.runtime import lower as module
 
     monkeypatch.delenv("TVM_COMPILE_FORCE_FALLBACK", raising=False)
@@ -204,14 +203,26 @@ def test_tvm_is_kept_from_compiling_the_source_itself(monkeypatch: pytest.Monkey
     assert "TVM_COMPILE_FORCE_FALLBACK" not in os.environ
 
 
+def test_cuda_source_is_generated_under_that_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tvm
+
+    seen = []
+    real = tvm.get_global_func
+
+    def watching(name: str, *args: object, **kwargs: object) -> object:
+        if name == "target.build.cuda":
+            seen.append(os.environ.get("TVM_COMPILE_FORCE_FALLBACK"))
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(tvm, "get_global_func", watching)
+    schedule, workload, device = KronCudaSimt(), KronMatmul(8, [(4, 4)] * 2), resolve_target("nvidia/h200")
+    lower(workload, schedule, schedule.default_config(workload, device), device)
+    assert seen == ["1"]
+
+
 @pytest.mark.cuda
 def test_gpu_machine_generates_source_without_compiling_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import tvm.support.nvcc as nvcc
-
-    from kronsched.hardware import resolve_target
-    from kronsched.runtime.lower import lower
-    from kronsched.schedules.kron_cuda_simt import KronCudaSimt
-    from kronsched.workloads.kron import KronMatmul
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("TVM compiled the source")
