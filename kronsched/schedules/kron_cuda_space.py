@@ -67,9 +67,14 @@ def canonical_config(plans: tuple[LaunchPlan, ...], config: Config, values: Mapp
     steps = [stage_order(f, regs, grouping, order) for f in factors]
     out["order"] = _first(values["order"], order, lambda v: [stage_order(f, regs, grouping, v) for f in factors] == steps)
     fixed: dict[str, Any] = {}
-    if not any(s.tile for p in plans for s in p.stages):
+    tiles = [(p, s) for p in plans for s in p.stages if s.tile]
+    if not tiles:
         fixed.update(tq=8, tr=1)
-    if all(p.vec_in == 1 and p.vec_out == 1 for p in plans):
+    else:
+        out["tr"] = _first(values["tr"], config["tr"], lambda v: all(min(v, p.rows) == s.tr for p, s in tiles))
+    if all(s.tile for p in plans for s in p.stages):
+        fixed["unroll"] = 4096
+    if not any(_vectorised(p) for p in plans):
         fixed["vec"] = 1
     if all(p.inner == 1 for p in plans):
         fixed["ctile"] = 32
@@ -80,6 +85,14 @@ def canonical_config(plans: tuple[LaunchPlan, ...], config: Config, values: Mapp
     for name, value in fixed.items():
         out[name] = value if value in values[name] else values[name][0]
     return out
+
+
+def _vectorised(plan: LaunchPlan) -> bool:
+    """Whether some access of the launch is wider than one element."""
+    last = len(plan.factors) - 1
+    registers = plan.inner == 1 and any(last in s.axes and not s.tile for s in plan.stages)
+    into = plan.vec_in > 1 and (plan.stage_in or registers)
+    return into or (plan.vec_out > 1 and (plan.stage_out or registers))
 
 
 def _first(values: tuple[Any, ...], own: Any, same: Callable[[Any], bool]) -> Any:

@@ -34,7 +34,7 @@ from kronsched.space import Candidate, SearchSpace
 class DistinctiveOptions:
     """The defaults were chosen on 9 recorded and synthetic tables; most of them matter little (see the table in README)."""
 
-    novelty: float = option(2.0, "exponent of novelty against score at the start; 0 turns distinctiveness off")
+    novelty: float = option(1.0, "exponent of novelty against score at the start; 0 turns distinctiveness off")
     explore: float = option(0.12, "share of a batch that is random at the start")
     explore_least: float = option(0.02, "share of a batch that is random in the long run")
     anneal: float = option(150.0, "measurements after which novelty and exploration have fallen to 37 %")
@@ -149,8 +149,7 @@ class Distinctive(PoolStrategy):
         patience = self.options.patience
         if not patience or not self.costs:
             return 0.0
-        order = list(self.costs)
-        since = len(self.taken) - list(self.taken).index(min(order, key=lambda i: self.costs[i])) - 1
+        since = len(self.taken) - 1 - list(self.taken).index(self.best(1)[0])
         return min(1.0, max(0.0, since / patience - 1.0))
 
     def _grow(self) -> np.ndarray:

@@ -1,0 +1,42 @@
+"""The shipped logs are usable: read without a warning, found by `load`'s look-up, and their best records rebuild to the same source."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from kronsched import registry
+from kronsched.hardware import resolve_target
+from kronsched.records.database import find_best, shipped_dir
+from kronsched.records.journal import read_log
+from kronsched.records.replay import replay
+
+LOGS = sorted(p for p in shipped_dir().rglob("*.jsonl") if "tables" not in p.parts)
+TABLES = sorted(shipped_dir().rglob("tables/*.jsonl.gz"))
+
+
+def test_there_are_shipped_logs_and_tables() -> None:
+    assert len(LOGS) >= 2 and len(TABLES) >= 3
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda p: p.stem)
+def test_a_shipped_log_reads_and_its_best_record_rebuilds(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        records = read_log(path)
+    assert len(records) == 64 and all(r.ok for r in records)
+    (best,) = replay(path, best=True)
+    assert best.digest_matches is True, best.message
+    workload = registry.workload_from_dict(records[0].workload)
+    found = find_best(workload, resolve_target("nvidia/h200"), [shipped_dir()])
+    assert found is not None and found.median_us == min(r.median_us for r in records if r.median_us)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
+def test_a_shipped_table_holds_each_kernel_once(path: Path) -> None:
+    records = read_log(path)
+    digests = [r.kernel["source_sha256"] for r in records if r.ok]
+    assert len(records) > 400 and len(set(digests)) >= 0.95 * len(digests)
+    assert {r.search["strategy"] for r in records} == {"exhaustive"}
