@@ -40,7 +40,8 @@ class XgbOptions:
     objective: "rank" (pairwise ranking), "log" (regression on log time) or "throughput" (regression on best time / time).
     On recorded GPU tables ranking needed 0.7 to 0.8 times the trials of either regression.
     trees, depth, eta: size of the ensemble.  pairs: pairs drawn a candidate for ranking.  clip: times over e^clip times the best
-    are all as bad.  prior_weight: factor on the score of the prior.  threads: of xgboost.
+    are all as bad.  prior_weight: factor on the score of the prior.  prior_fades: observations after which that factor has
+    halved, since what was measured here says more than other shapes do.  threads: of xgboost.
     """
 
     objective: str = "rank"
@@ -49,7 +50,8 @@ class XgbOptions:
     eta: float = 0.15
     pairs: int = 8
     clip: float = 2.5
-    prior_weight: float = 1.0
+    prior_weight: float = 0.3
+    prior_fades: float = 16.0
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -257,7 +259,8 @@ class XgbModel(CostModel):
     def _margin(self, features: np.ndarray) -> np.ndarray:
         if self._prior is None:
             return np.zeros(len(features))
-        return self.options.prior_weight * self._prior.score(features)
+        fade = 1.0 + len(self._seen) / self.options.prior_fades
+        return self.options.prior_weight / fade * self._prior.score(features)
 
     def _fit(self) -> None:
         self._stale = False

@@ -34,7 +34,7 @@ from kronsched.space import Candidate, SearchSpace
 class DistinctiveOptions:
     """The defaults were chosen on 9 recorded and synthetic tables; most of them matter little (see the table in README)."""
 
-    novelty: float = option(1.0, "exponent of novelty against score at the start; 0 turns distinctiveness off")
+    novelty: float = option(2.0, "exponent of novelty against score at the start; 0 turns distinctiveness off")
     explore: float = option(0.12, "share of a batch that is random at the start")
     explore_least: float = option(0.02, "share of a batch that is random in the long run")
     anneal: float = option(150.0, "measurements after which novelty and exploration have fallen to 37 %")

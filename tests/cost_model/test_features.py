@@ -18,7 +18,9 @@ from kronsched.workloads.base import Workload
 from kronsched.workloads.kron import KronMatmul
 
 H200 = PRESETS["nvidia/h200"]
-SPACE = SearchSpace("odd", [Knob("n", (1, 2, 4)), Knob("kind", ("x", "y")), Knob("on", (False, True)), Knob("mixed", (1, "auto"))])
+SPACE = SearchSpace(
+    "odd", [Knob("n", (1, 2, 4)), Knob("kind", ("x", "y")), Knob("on", (False, True)), Knob("mixed", (1, "auto"))]
+)
 
 
 class Odd(Schedule):

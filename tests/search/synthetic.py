@@ -1,7 +1,6 @@
 """Made-up but GPU-like tables: cliffs of occupancy, bank conflicts, invalid regions, several optima, 2 % noise.
 
-`fused_table` is a fused kernel with the knobs of a CUDA schedule, of any shape; `clustered_table` is one where most knobs hardly
-matter, so that a greedy batch is eight variants of one guess.
+`fused_table` is a fused kernel of any number of rows with the knobs of a CUDA schedule; `table_of` makes a table of any cost.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import Any, ClassVar
 
 from kronsched.errors import InvalidConfig
 from kronsched.hardware import PRESETS, Device
-from kronsched.measure.base import STATUSES
+from kronsched.measure.base import STATUSES, BuildResult, Measured, RunResult
+from kronsched.records.schema import TuningRecord, record_of
 from kronsched.schedules.base import Schedule, Scheduled
 from kronsched.search.table import Entry, Subject, Table
 from kronsched.space import Candidate, Config, Knob, SearchSpace
@@ -133,6 +133,16 @@ def fused_table(m: int = 1024, salt: str = "a") -> Table:
         us = time_us(*size(workload), candidate.config, salt)
         entries[candidate] = Entry("ok" if us else "crash", us, 1.2, 0.06, source_sha256=candidate.key)
     return Table(f"fused-{m}-{salt}", schedule.name, entries, Subject(workload, H200, schedule))
+
+
+def records(m: int, n: int) -> list[TuningRecord]:
+    """`n` tuning records spread over the fused table of m rows."""
+    table, out = fused_table(m), []
+    for candidate, entry in list(table)[:: len(table) // n][:n]:
+        run = RunResult(entry.status, times_us=() if entry.cost is None else (entry.cost,))
+        measured = Measured(candidate, BuildResult("ok"), run)
+        out.append(record_of(fused_workload(m), H200, table.space.name, "digest", measured, {}))
+    return out
 
 
 def table_of(

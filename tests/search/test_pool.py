@@ -12,7 +12,9 @@ def even(config: Config) -> str | None:
     return None if (int(config["a"]) + int(config["b"])) % 2 == 0 else "odd"
 
 
-SPACE = SearchSpace("s", [Knob("a", tuple(range(10))), Knob("b", tuple(range(10))), Knob("c", ("x", "y", "z")), Knob("d", (7,))], even)
+SPACE = SearchSpace(
+    "s", [Knob("a", tuple(range(10))), Knob("b", tuple(range(10))), Knob("c", ("x", "y", "z")), Knob("d", (7,))], even
+)
 HUGE = SearchSpace("h", [Knob(f"k{i}", tuple(range(12))) for i in range(20)], lambda c: None if c["k0"] == 3 else "no")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,9 +55,9 @@ def only_the_made_up_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "schedules_for", lambda workload, device: [FusedSchedule()])
 
 
-def run(log: Path, measurer: SimulatedMeasurer | None = None, workload: KronMatmul = W, **options: Any) -> TuneResult:
+def run(path: Path | None, measurer: SimulatedMeasurer | None = None, workload: KronMatmul = W, **options: Any) -> TuneResult:
     measurer = measurer or Counting(workload.m)
-    return tune(workload, **{"target": "nvidia/h200", "trials": 24, "log": log, "measurer": measurer, **options})
+    return tune(workload, **{"target": "nvidia/h200", "trials": 24, "log": path, "measurer": measurer, **options})
 
 
 def keys(records: Sequence[TuningRecord]) -> list[str]:
@@ -208,14 +209,14 @@ def test_other_shapes_of_the_same_log_are_used(tmp_path: Path) -> None:
     cold, said = first(warm_start=False)
     assert not said and cold[0].search["predicted_rank"] is None
 
-    def best(records: Sequence[TuningRecord]) -> float:
-        return min(r.median_us for r in records if r.median_us)
+    def middle(records: Sequence[TuningRecord]) -> float:
+        return statistics.median(r.median_us or float("inf") for r in records[:8])
 
-    assert best(warm) < best(cold)
+    assert middle(warm) < 0.7 * middle(cold)
 
 
 def test_the_users_logs_are_used(tmp_path: Path) -> None:
-    run(None, workload=fused_workload(256), trials=100, strategy="random")  # type: ignore[arg-type]
+    run(None, workload=fused_workload(256), trials=100, strategy="random")
     events: list[TuneEvent] = []
     run(tmp_path / "a.jsonl", trials=8, progress=events.append)
     assert any("100 records of 1 other" in e.message for e in events)
@@ -227,7 +228,9 @@ def test_the_users_logs_are_used(tmp_path: Path) -> None:
 def predicted(monkeypatch: pytest.MonkeyPatch, log: Path, **options: Any) -> TuneResult:
     built: list[dict[str, Any]] = []
     monkeypatch.setattr("kronsched.search.setup._check_compiler", lambda compiler: None)
-    monkeypatch.setattr("kronsched.runtime.cache.get_or_build", lambda w, s, config, *rest: built.append(config) or Path("/built"))
+    monkeypatch.setattr(
+        "kronsched.runtime.cache.get_or_build", lambda w, s, config, *rest: built.append(config) or Path("/built")
+    )
     result = tune(W, target="nvidia/h200", log=log, **options)
     assert result.predicted is not None and built == [result.predicted.config]
     assert (result.trials, result.best, result.artefact) == (0, None, Path("/built")) and not log.exists()
@@ -242,7 +245,7 @@ def test_without_records_the_default_is_compiled(tmp_path: Path, monkeypatch: py
 
 
 def test_with_records_of_other_shapes_the_model_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(None, workload=fused_workload(256), trials=300, strategy="random")  # type: ignore[arg-type]
+    run(None, workload=fused_workload(256), trials=300, strategy="random")
     result, table = predicted(monkeypatch, tmp_path / "a.jsonl"), fused_table()
     assert result.predicted is not None and "model's choice" in result.message
     chosen, default = table.get(result.predicted), table.get(table.default()[0])
