@@ -1,4 +1,4 @@
-"""The shipped logs are usable: read without a warning, found by `load`'s look-up, and their best records rebuild to the same source."""
+"""The shipped logs are usable: read without a warning, found by `load`, and their best records rebuild to the same source."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class XgbOptions:
     """Options of `XgbModel`.
 
     objective: "rank" (pairwise ranking), "log" (regression on log time) or "throughput" (regression on best time / time).
-    On recorded GPU tables ranking needed 0.7 to 0.8 times the trials of either regression.
+    On synthetic and public GPU tables ranking needed about 0.8 times the trials of the regression on log time.
     trees, depth, eta: size of the ensemble.  pairs: pairs drawn a candidate for ranking.  clip: times over e^clip times the best
     are all as bad.  prior_weight: factor on the score of the prior.  prior_fades: observations after which that factor has
     halved, since what was measured here says more than other shapes do.  threads: of xgboost.

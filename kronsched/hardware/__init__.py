@@ -3,10 +3,10 @@
 Read first: `Device`, then `resolve_target`.
 """
 
-from kronsched.hardware.ceilings import measure_ceilings
+from kronsched.hardware.ceilings import measure_ceilings, raise_ceilings
 from kronsched.hardware.device import Device
 from kronsched.hardware.presets import PRESETS
 from kronsched.hardware.query import resolve_target
 from kronsched.hardware.roofline import floor_us, roofline_fraction
 
-__all__ = ["PRESETS", "Device", "floor_us", "measure_ceilings", "resolve_target", "roofline_fraction"]
+__all__ = ["PRESETS", "Device", "floor_us", "measure_ceilings", "raise_ceilings", "resolve_target", "roofline_fraction"]

@@ -32,7 +32,7 @@ from kronsched.space import Candidate, SearchSpace
 
 @dataclass(frozen=True)
 class DistinctiveOptions:
-    """The defaults were chosen on 9 recorded and synthetic tables; most of them matter little (see the table in README)."""
+    """The defaults were chosen on synthetic tables and on public tables of other GPU kernels; most of them matter little."""
 
     novelty: float = option(2.0, "exponent of novelty against score at the start; 0 turns distinctiveness off")
     explore: float = option(0.12, "share of a batch that is random at the start")
@@ -150,7 +150,7 @@ class Distinctive(PoolStrategy):
         if not patience or not self.costs:
             return 0.0
         since = len(self.taken) - 1 - list(self.taken).index(self.best(1)[0])
-        return min(1.0, max(0.0, since / patience - 1.0))
+        return float(min(1.0, max(0.0, since / patience - 1.0)))
 
     def _grow(self) -> np.ndarray:
         """Evolve the active candidates on the model's score; returns their scores."""

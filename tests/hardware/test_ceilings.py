@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from kronsched import KronMatmul
-from kronsched.hardware import PRESETS, Device, ceilings, floor_us, measure_ceilings, resolve_target, roofline_fraction
+from kronsched.hardware import (
+    PRESETS,
+    Device,
+    ceilings,
+    floor_us,
+    measure_ceilings,
+    raise_ceilings,
+    resolve_target,
+    roofline_fraction,
+)
 
 CPU = Device("cpu", "Test CPU", "generic", 3, 30.0, {"float32": 9.0}, ceilings_from="estimate")
 FIGURES = (50.0, {"float32": 100.0, "float64": 40.0, "float16": 3.0, "bfloat16": 300.0})
@@ -29,6 +38,17 @@ def test_measured_once_then_read_from_the_cache(monkeypatch: pytest.MonkeyPatch)
     assert ceilings.with_known_ceilings(CPU) == device
     monkeypatch.setattr(ceilings, "_measure", lambda device: pytest.fail("measured twice"))
     assert measure_ceilings(device) is device
+
+
+def test_ceilings_measured_on_a_busy_machine_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = measured(monkeypatch)
+    monkeypatch.setattr(ceilings, "_measure", lambda device: (40.0, {"float32": 180.0, "float64": 30.0}))
+    raised = raise_ceilings(device)
+    assert raised.bandwidth_gbs == 50.0  # the larger of the two
+    assert (raised.peak_gflops["float32"], raised.peak_gflops["float64"]) == (180.0, 40.0)
+    assert ceilings.with_known_ceilings(CPU) == raised
+    preset = PRESETS["nvidia/h200"]
+    assert raise_ceilings(preset) is preset
 
 
 def test_another_core_count_is_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

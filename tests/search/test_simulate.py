@@ -82,7 +82,7 @@ def test_a_table_is_loaded_from_a_log(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(gzip.compress(path.read_bytes()))
     table = Table.load(tmp_path / name)
     assert len(table) == 40 and len(table.costs) == 32 and table.optimum == 11.0
-    candidate, entry = next(iter(table))
+    _, entry = next(iter(table))
     assert (entry.status, entry.build_seconds, entry.run_seconds, entry.source_sha256) == ("wrong_result", 1.5, 0.25, "0" * 64)
     assert table.subject is not None and table.subject.workload == KRON and table.subject.schedule.name == "kron_cuda_simt"
     energy = Table.load(tmp_path / name, objective="energy")
