@@ -168,11 +168,11 @@ def _writable(folder: Path) -> str:
 
 def _shipped() -> str:
     from kronsched.records.database import shipped_dir
-    from kronsched.space import space_path
+    from kronsched.space import spaces_dir
 
-    spaces = sorted(p.stem for p in space_path("any").parent.glob("*.toml"))
+    spaces = sorted(p.stem for p in spaces_dir().glob("*.toml"))
     if not spaces:
-        raise FileNotFoundError(f"no search spaces in {space_path('any').parent}")
+        raise FileNotFoundError(f"no search spaces in {spaces_dir()}")
     logs = sorted(shipped_dir().rglob("*.jsonl*"))
     return f"{len(spaces)} search spaces ({', '.join(spaces)}), {len(logs)} tuning logs"
 

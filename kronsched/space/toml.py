@@ -11,12 +11,15 @@ from kronsched.errors import ArgumentError
 from kronsched.space.space import Knob
 
 
+def spaces_dir() -> Path:
+    """The folder of the shipped TOML files: inside an installed wheel, or at the top of a source checkout."""
+    installed = Path(str(files("kronsched"))) / "_data" / "search_spaces"
+    return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "search_spaces"
+
+
 def space_path(name: str) -> Path:
-    """The shipped TOML of a space: inside an installed wheel, or at the top of a source checkout."""
-    installed = Path(str(files("kronsched"))) / "_data" / "search_spaces" / f"{name}.toml"
-    if installed.exists():
-        return installed
-    return Path(__file__).resolve().parents[2] / "search_spaces" / f"{name}.toml"
+    """The shipped TOML of a space."""
+    return spaces_dir() / f"{name}.toml"
 
 
 def load_knobs(name: str, path: str | Path | None = None) -> list[Knob]:

@@ -133,7 +133,7 @@ def test_measured_times_are_compared(tmp_path):
     assert [r.measured_us for r in results] == [10.9, 8.0, 10.9] and results[2].ratio == pytest.approx(2.18)
     assert "2.18 times" in results[2].error and results[0].max_relative_error == 3e-7
     assert fake.batches == [[1, 2], [1]] and fake.closed == 1 and len(fake.made_for) == 1
-    assert fake.made_for[0] == (KRON, ["replay_toy"], HERE)
+    assert fake.made_for[0] == (KRON, ["replay_toy"], resolve_target("cpu"))
 
 
 def test_a_slow_time_gets_a_second_chance(tmp_path):
@@ -187,7 +187,7 @@ def test_records_of_another_cpu_are_verified_but_not_timed(tmp_path):
     (result,) = replay(log, measure=True, verify=True, measurer=fake.make)
     assert result.status == "skipped" and result.digest_matches and result.measured_us is None
     assert result.max_relative_error == 3e-7 and f"recorded on {OTHER_CPU.name}" in result.error
-    assert fake.made_for[0][2] == HERE
+    assert fake.made_for[0][2] == resolve_target("cpu")
     (result,) = replay(log, verify=True, measurer=FakeMeasurer({1: ("ok", [99.0])}).make)
     assert result.status == "reproduced"
 
@@ -266,4 +266,4 @@ def test_recorded_device():
     assert (known.units, known.shared_per_block, known.l2_bytes) == (100, 1000, PRESETS["nvidia/h200"].l2_bytes)
     unknown = recorded_device({"kind": "cuda", "name": "GPU of 2040", "arch": None})
     assert unknown.name == "GPU of 2040" and not unknown.present
-    assert recorded_device(HERE.to_dict()) == HERE
+    assert recorded_device(HERE.to_dict()) == resolve_target("cpu")
