@@ -80,9 +80,10 @@ def _print(result: TuneResult) -> None:
             reference = f"{result.reference_name}, {time_text(result.reference_us)}"
             click.echo(f"  speed-up   {result.reference_us / us:.3g}× over {reference}")
         click.echo(f"  config     {result.best.space['name']}: {config_text(result.best.config)}")
-    known = f" ({result.known} known before)" if result.known else ""
-    click.echo(f"  measured   {result.trials}{known} in {result.seconds:.1f} s; failures: {counts_text(result.failures)}")
-    click.echo(f"  log        {result.log}")
+    if result.trials or result.known:
+        known = f" ({result.known} known before)" if result.known else ""
+        click.echo(f"  measured   {result.trials}{known} in {result.seconds:.1f} s; failures: {counts_text(result.failures)}")
+        click.echo(f"  log        {result.log}")
     if result.best is not None:
         click.echo(f"  load it    mod = kronsched.load({str(result.log)!r})")
 

@@ -57,13 +57,18 @@ class KronCpu(Schedule):
         """Knobs of search_spaces/kron_cpu.toml, less the values that make no difference at this shape."""
         assert isinstance(workload, KronMatmul)
         knobs = [Knob(k.name, _useful(k, workload, device), k.help) for k in load_knobs(self.name)]
+        values = {k.name: k.values for k in knobs}
 
         def check(config: Config) -> str | None:
             try:
                 check_registers(plan_cpu(workload, config, device.vector_bytes), register_count(device))
             except InvalidConfig as e:
                 return str(e)
-            return None
+            canonical = _canonical(workload, config, values, device)
+            idle = next((k for k, v in canonical.items() if config[k] != v), None)
+            return (
+                None if idle is None else f"{idle}={config[idle]} has no effect here, {idle}={canonical[idle]} is the same kernel"
+            )
 
         return SearchSpace(self.name, knobs, check)
 
@@ -83,7 +88,9 @@ class KronCpu(Schedule):
             "order": "head",
             "parallel": workload.flops > _SERIAL_FLOPS,
         }
-        return {k.name: _nearest(k.values, wanted[k.name]) for k in self.space(workload, device).knobs}
+        values = {k.name: k.values for k in self.space(workload, device).knobs}
+        config = {name: _nearest(listed, wanted[name]) for name, listed in values.items()}
+        return _canonical(workload, config, values, device)
 
     def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
         """One PrimFunc and one launch; intermediates are allocated inside."""
@@ -113,6 +120,16 @@ def _useful(knob: Knob, w: KronMatmul, device: Device) -> tuple[Value, ...]:
         merged = [merge_factors(w, int(v)) for v in kept]
         kept = [v for n, v in enumerate(kept) if merged[n] not in merged[:n]]
     return tuple(kept) or knob.values[:1]
+
+
+def _canonical(w: KronMatmul, config: Config, values: Mapping[str, tuple[Value, ...]], device: Device) -> dict[str, Value]:
+    """The config with the knobs that most often make no difference at the first value that gives the same plan."""
+    out = dict(config)
+    for name in ("chunk", "ctile", "order"):
+        plan = plan_cpu(w, out, device.vector_bytes)
+        same = (v for v in values[name] if v == out[name] or plan_cpu(w, {**out, name: v}, device.vector_bytes) == plan)
+        out[name] = next(same, out[name])
+    return out
 
 
 def _nearest(values: tuple[Value, ...], want: Any) -> Value:
