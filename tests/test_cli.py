@@ -319,12 +319,13 @@ def event(kind: str, done: int, median: float | None, **fields: Any) -> TuneEven
 
 
 def test_progress_on_a_pipe_is_a_line_for_each_new_best(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.tuning_progress(quiet=False) as show:
+    with progress.tuning_progress(quiet=False, header="a shape on cpu") as show:
         for item in (event("start", 0, None), event("result", 1, 20.0), event("result", 2, 20.0), event("result", 3, 10.0)):
             show(item)
         show(event("message", 3, 10.0, message="the log was torn"))
         show(event("end", 8, 10.0))
     assert capsys.readouterr().err.splitlines() == [
+        "a shape on cpu",
         "[1/8] best 20 µs, 25% of the roofline; failures: timeout 1",
         "[3/8] best 10 µs, 50% of the roofline; failures: timeout 1",
         "the log was torn",
@@ -335,8 +336,10 @@ def test_progress_on_a_pipe_is_a_line_for_each_new_best(capsys: pytest.CaptureFi
 def test_progress_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "150")
-    with progress._bar() as show:
+    with progress._bar("a shape on cpu") as show:
+        show(event("start", 0, None))
         show(event("result", 3, 10.0))
         show(event("message", 3, 10.0, message="[not markup]"))
     out, err = capsys.readouterr()
     assert out == "" and "3/8" in err and "best 10 µs, 50% of the roofline; failures: timeout 1" in err and "[not markup]" in err
+    assert "a shape on cpu" in err

@@ -16,25 +16,31 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def tuning_progress(quiet: bool) -> Iterator[Callable[[TuneEvent], None]]:
-    """A callback for `tune(progress=…)`; the bar is taken down when the block ends, whatever ends it."""
+def tuning_progress(quiet: bool, header: str) -> Iterator[Callable[[TuneEvent], None]]:
+    """A callback for `tune(progress=…)`; the bar is taken down when the block ends, whatever ends it.
+
+    header: printed when the run starts, so that a wrong argument is one line of error and nothing else.
+    """
     if quiet:
         yield lambda event: None
     elif sys.stderr.isatty():
-        with _bar() as callback:
+        with _bar(header) as callback:
             yield callback
     else:
-        yield _Lines()
+        yield _Lines(header)
 
 
 class _Lines:
     """For logs and pipes: one line when the best improves, and one at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, header: str) -> None:
+        self.header = header
         self.best: float | None = None
 
     def __call__(self, event: TuneEvent) -> None:
-        if event.kind == "message":
+        if event.kind == "start":
+            click.echo(self.header, err=True)
+        elif event.kind == "message":
             click.echo(event.message, err=True)
         elif (event.kind == "end" and event.done) or (event.kind == "result" and event.best_cost != self.best):
             self.best = event.best_cost
@@ -42,7 +48,7 @@ class _Lines:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[TuneEvent], None]]:
+def _bar(header: str) -> Iterator[Callable[[TuneEvent], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -57,7 +63,9 @@ def _bar() -> Iterator[Callable[[TuneEvent], None]]:
         task = progress.add_task("starting", total=None)
 
         def show(event: TuneEvent) -> None:
-            if event.kind == "message":
+            if event.kind == "start":
+                progress.console.print(header, markup=False, highlight=False)
+            elif event.kind == "message":
                 progress.console.print(event.message, markup=False, highlight=False)
             progress.update(task, total=event.trials, completed=event.done, description=_state(event))
 

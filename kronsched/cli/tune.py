@@ -45,10 +45,8 @@ def _tune(workload: Workload, *, log: str | None, quiet: bool, as_json: bool, **
     from kronsched.search.tuner import tune as run_tune
 
     with only_json(as_json):
-        if not quiet:
-            click.echo(f"{workload.label} on {options['target']}", err=True)
         try:
-            with tuning_progress(quiet) as progress:
+            with tuning_progress(quiet, f"{workload.label} on {options['target']}") as progress:
                 result = run_tune(workload, log=log, progress=progress, **options)
         except KeyboardInterrupt:
             kept = Path(log) if log else default_log(workload)
