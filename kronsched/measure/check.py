@@ -41,13 +41,24 @@ def rms(ref: torch.Tensor) -> float:
 def max_relative_error(y: torch.Tensor, ref: torch.Tensor, ref_rms: float | None = None) -> float:
     """The largest |y − ref| / (|ref| + rms(ref)) over all elements, in float64 on the tensors' device.
 
-    The rms keeps elements that cancel to nearly 0 from counting as wrong. NaN and ±Inf must stand in the same places in
-    both, else the error is inf; an infinite `y` is accepted where the reference is within 1% of the largest value of `y`'s
-    dtype or beyond it, since it may round to infinity there. Integers are exact: 0.0 only when all elements are equal.
+    The rms keeps elements that cancel to nearly 0 from counting as wrong. So does, for results near the smallest number of `y`'s
+    dtype, `floor(y)` added to it: a chain of float16 products may underflow to 0. NaN and ±Inf must stand in the same places
+    in both, else the error is inf; an infinite `y` is accepted where the reference is within 1% of the largest value of
+    `y`'s dtype or beyond it, since it may round to infinity there. Integers are exact: 0.0 only when all elements are equal.
 
     y, ref: same shape, same device; `ref` is usually float64.  ref_rms: `rms(ref)` when already known.
     """
-    return _worst(y, ref, rms(ref) if ref_rms is None else ref_rms)[0]
+    return _worst(y, ref, (rms(ref) if ref_rms is None else ref_rms) + floor(y))[0]
+
+
+def floor(y: torch.Tensor) -> float:
+    """The smallest positive number of y's dtype over the dtype's tolerance; 0.0 for integers."""
+    import torch
+
+    dtype = DTYPES.get(str(y.dtype).removeprefix("torch."))
+    if dtype is None or not y.dtype.is_floating_point or not dtype.tolerance:
+        return 0.0
+    return float(torch.finfo(y.dtype).smallest_normal * torch.finfo(y.dtype).eps) / dtype.tolerance
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class Verdict:
 def gate(y: torch.Tensor, ref: torch.Tensor, dtype: str, ref_rms: float | None = None) -> Verdict:
     """Accept or reject a result against `DTYPES[dtype].tolerance`. Shapes must be equal."""
     tolerance = DTYPES[dtype].tolerance
-    error, at = _worst(y, ref, rms(ref) if ref_rms is None else ref_rms)
+    error, at = _worst(y, ref, (rms(ref) if ref_rms is None else ref_rms) + floor(y))
     if error <= tolerance:
         return Verdict(error, None)
     index = _unravel(at, tuple(y.shape))

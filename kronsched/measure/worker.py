@@ -92,7 +92,7 @@ def build(task: BuildTask) -> Built:
         manifest = build_artefact(task.workload, task.schedule, task.config, task.device, Path(task.out_dir), task.compiler)
     except InvalidConfig as e:
         return Built(BuildResult("invalid", message(e), seconds=time.perf_counter() - start))
-    except Exception as e:  # whatever a schedule or the compiler raises is this candidate's failure
+    except (Exception, SystemExit) as e:  # whatever a schedule or the compiler raises is this candidate's failure
         return Built(BuildResult("compile_error", message(e), seconds=time.perf_counter() - start))
     result = BuildResult(
         "ok",

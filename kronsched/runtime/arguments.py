@@ -33,6 +33,8 @@ class TorchSignature:
 
     def fits(self, tensors: Sequence[Any]) -> bool:
         """Whether every tensor can be used as it is: no error, no copy, no autograd, no tensor subclass."""
+        from torch.autograd import forward_ad
+
         if len(tensors) != len(self.inputs):
             return False
         for t, (dtype, shape) in zip(tensors, self.inputs, strict=True):
@@ -40,7 +42,7 @@ class TorchSignature:
                 return False
             if t.device != self.device or not t.is_contiguous() or t.is_neg() or not self.aligned(t):
                 return False
-        return True
+        return not (forward_ad._current_level >= 0 and any(carries_tangent(t) for t in tensors))
 
     def aligned(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's first element lies where the kernel's vector accesses need it."""
@@ -111,12 +113,27 @@ def check_grad(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], out
     """UnsupportedError when autograd would have to record the call."""
     import torch
 
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if torch.compiler.is_compiling():  # which traces neither question; under it the operator has no formula for them
+            break
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise UnsupportedError(f"{spec.name} is inside a torch.func transform (vmap, grad, jvp), which is not supported yet")
+        if carries_tangent(tensor):
+            raise UnsupportedError(f"{spec.name} carries a tangent: forward-mode differentiation is not supported yet")
     if torch.is_grad_enabled():
         for spec, tensor in zip(specs, tensors, strict=True):
             if tensor.requires_grad:
                 raise UnsupportedError(f"{spec.name} requires grad: backward is not supported yet; use torch.no_grad()")
         if out is not None and out.requires_grad:
             raise UnsupportedError("out requires grad: backward is not supported yet; use torch.no_grad()")
+
+
+def carries_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation would have to propagate a tangent through the call."""
+    from torch.autograd import forward_ad
+
+    level = forward_ad._current_level
+    return level >= 0 and forward_ad.unpack_dual(tensor, level=level).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def check_out(contiguous: bool, address: int, nbytes: int, inputs: Sequence[tuple[str, int, int]]) -> None:

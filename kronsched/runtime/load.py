@@ -54,6 +54,8 @@ def load(
         return _load_workload(what, _present(device), compiler)
     if not isinstance(what, str | os.PathLike):
         raise ArgumentTypeError(f"what={what!r} must be a workload, the path of a tuning log, or an exported directory")
+    if workload is not None and not isinstance(workload, Workload):
+        raise ArgumentTypeError(f"workload={workload!r} must be a workload, such as kronsched.KronMatmul(...)")
     path = Path(what)
     if path.is_dir():
         return _load_directory(path, workload, device)

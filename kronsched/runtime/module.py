@@ -128,7 +128,7 @@ class TunedModule:
         """
         flat = self.workload.flatten_args(args)
         # Compiling comes first: torch.compile must not see, and guard on, a signature that a later plain call creates.
-        plain = out is None and not _is_numpy(flat) and not _is_compiling()
+        plain = out is None and not _is_numpy(flat) and not _is_compiling() and not _is_traced()
         if plain and self._signature is not None and self._signature.fits(flat):
             out = self._signature.new_output()
             self._executable(flat, out)
@@ -139,7 +139,7 @@ class TunedModule:
             return self._call_numpy(flat, out)
         import torch
 
-        if _is_compiling() or not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in flat):
+        if _is_compiling() or _is_traced() or not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in flat):
             arguments.check_grad(specs, flat, out)
             from kronsched.runtime import ops
 
@@ -152,7 +152,14 @@ class TunedModule:
         specs = self.manifest.inputs
         arguments.check_count(specs, len(flat), self.workload)
         if arguments.kind_of(specs, flat, None) == "numpy":
-            return self.workload.reference(*(_from_numpy(a) for a in flat)).numpy()
+            import numpy as np
+
+            for spec, array in zip(specs, flat, strict=True):
+                arguments.check_numpy(spec, array)
+            ready = [_from_numpy(np.require(a, requirements=["C", "A", "W"])) for a in flat]
+            return self.workload.reference(*ready).numpy()
+        for spec, tensor in zip(specs, flat, strict=True):
+            arguments.check_torch(spec, tensor, flat[0].device)
         return self.workload.reference(*flat)
 
     def call_torch(self, flat: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
@@ -228,6 +235,13 @@ def _is_compiling() -> bool:
     import torch
 
     return torch.compiler.is_compiling()
+
+
+def _is_traced() -> bool:
+    """Whether something records what torch does (make_fx, FakeTensorMode, torch.jit.trace): only an operator is recorded."""
+    import torch
+
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
 def _rebuild(artefact: str, index: int, expected_us: float | None, measured: bool, origin: str) -> TunedModule:

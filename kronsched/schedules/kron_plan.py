@@ -155,6 +155,8 @@ def _shared_bytes(
         writes_shared = i < len(stages) - 1 or stage_out
         size_out = rows * ct * prod(stage.after) if writes_shared else 0
         in_place = not stage.tile and stage.items == threads
+        if (reads_shared and rows * ct * prod(stage.extent) == 1) or size_out == 1:
+            raise InvalidConfig("an exchange buffer of one element: TVM 0.27 loses it when it merges shared memory")
         live = max(size_in, size_out) if in_place else size_in + size_out
         peak = max(peak, live)
     factor_elements = sum(p * q for p, q in factors) if config["factors_in"] == "shared" else 0

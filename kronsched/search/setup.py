@@ -5,6 +5,7 @@ Read first: `Plan` (what the loop needs) and `plan_for`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,12 @@ from kronsched.records.schema import TuningRecord
 from kronsched.schedules.base import Schedule
 from kronsched.search.base import SearchStrategy, make_options
 from kronsched.search.table import OBJECTIVES
-from kronsched.space import Candidate, Knob, SearchSpace, load_knobs
+from kronsched.space import Candidate, Knob, SearchSpace, Value, load_knobs
 from kronsched.workloads.base import Workload
 
 COMPILERS = ("nvrtc", "nvcc")
+LARGEST_VALUE = 1_000_000
+MAX_SEED = 2**63 - 1
 SMALL = 100_000
 """Configs of a space file that are looked through for a valid one before the run starts."""
 
@@ -62,7 +65,7 @@ def check_arguments(
     if not isinstance(workload, Workload):
         raise ArgumentTypeError(f"workload={workload!r} must be a workload, such as kronsched.KronMatmul(...)")
     _integer("trials", trials, least=1)
-    _integer("seed", seed, least=0)
+    _integer("seed", seed, least=0, most=MAX_SEED)
     if not isinstance(strategy, str):
         raise ArgumentTypeError(f"strategy={strategy!r} must be the name of a strategy")
     if objective not in OBJECTIVES:
@@ -159,7 +162,7 @@ def _spaces(
     except (OSError, ValueError):
         name = schedules[0].name  # load_knobs says what is wrong with the file
     found = {s.name: s for s in schedules}
-    if name not in found:
+    if not isinstance(name, str) or name not in found:
         raise choose(f"space file {str(override)!r}: space", name, list(found))
     space = _narrowed(found[name].space(workload, device), load_knobs(name, override), override)
     if space.size <= SMALL and next(iter(space), None) is None:
@@ -170,14 +173,32 @@ def _spaces(
 def _narrowed(own: SearchSpace, knobs: Sequence[Knob], path: Path) -> SearchSpace:
     """The schedule's space with the file's values; knobs that the file does not name keep theirs."""
     values = {k.name: k.values for k in own.knobs}
+    shipped = dict(values)
+    with contextlib.suppress(ArgumentError):  # a schedule from outside may have no shipped file
+        shipped |= {k.name: k.values for k in load_knobs(own.name)}
     for knob in knobs:
         if knob.name not in values:
             raise choose(f"space file {str(path)!r}: knob", knob.name, list(values))
+        for value in knob.values:
+            _check_value(f"space file {str(path)!r}: knobs.{knob.name} value", value, shipped[knob.name])
         # The schedule has left out values that mean nothing for this workload; a file for many workloads may name them.
         fitting = tuple(v for v in knob.values if v in values[knob.name])
         if len(values[knob.name]) > 1:
             values[knob.name] = fitting or knob.values
     return own.restrict(values)
+
+
+def _check_value(what: str, value: Value, shipped: Sequence[Value]) -> None:
+    """A new value must be of the kind of the shipped ones: one of them for strings and booleans, else a number in their range.
+
+    Numbers may be new, up to a million: that is what a user edits a space for.
+    """
+    if all(isinstance(v, int) and not isinstance(v, bool) for v in shipped):
+        least = min(int(v) for v in shipped)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_VALUE:
+            raise ArgumentError(f"{what} {value!r} is not allowed: an int from {least} to {LARGEST_VALUE} is needed")
+    elif not any(type(value) is type(v) and value == v for v in shipped):
+        raise choose(what, value, shipped)
 
 
 def _check_compiler(compiler: str) -> None:
@@ -232,8 +253,10 @@ def _path(name: str, value: object) -> Path:
     return Path(value)
 
 
-def _integer(name: str, value: object, least: int) -> None:
+def _integer(name: str, value: object, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(f"{name}={value!r} must be an int ≥ {least}")
     if value < least:
         raise ArgumentError(f"{name}={value} is not allowed: an int ≥ {least} is needed")
+    if most is not None and value > most:
+        raise ArgumentError(f"{name}={value} is not allowed: an int ≤ {most} is needed")

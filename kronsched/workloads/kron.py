@@ -29,7 +29,7 @@ def parse_factors(text: str) -> tuple[tuple[int, int], ...]:
     """Parse "8x8,4x3" into ((8, 8), (4, 3)); `ArgumentError` names the piece that is wrong."""
     factors = []
     for piece in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", piece)
+        match = re.fullmatch(r"\s*([0-9]+)x([0-9]+)\s*", piece)
         if match is None:
             raise ArgumentError(f"factors={text!r}: {piece!r} is not allowed: write each factor as PxQ, such as 8x8,8x8")
         factors.append((int(match[1]), int(match[2])))

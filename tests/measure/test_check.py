@@ -52,7 +52,6 @@ def test_chunks_see_every_element(monkeypatch: pytest.MonkeyPatch) -> None:
     ("y", "ref", "error"),
     [
         ((0.0, 0.0), (0.0, 0.0), 0.0),
-        ((0.0, 1e-30), (0.0, 0.0), INF),
         ((NAN, 1.0), (NAN, 1.0), 0.0),
         ((NAN, 1.0), (1.0, 1.0), INF),
         ((1.0, 1.0), (NAN, 1.0), INF),
@@ -209,3 +208,17 @@ def test_same_bytes_is_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_bytes(a, a.clone())
     assert not same_bytes(a, tensor(NAN, -0.0, 1.0, 2.0))
     assert not same_bytes(a, tensor(NAN, 0.0, 1.0, 2.0000000000000004))
+
+
+def test_underflow_of_a_small_dtype_is_not_wrong() -> None:
+    zero = torch.zeros(4, dtype=torch.float16)
+    assert max_relative_error(zero, torch.full((4,), 1.8e-18, dtype=torch.float64)) <= DTYPES["float16"].tolerance
+    assert max_relative_error(zero, torch.full((4,), 1e-3, dtype=torch.float64)) > DTYPES["float16"].tolerance
+    # float32 has room below: the same zero is wrong there.
+    assert max_relative_error(zero.float(), torch.full((4,), 1.8e-18, dtype=torch.float64)) > DTYPES["float32"].tolerance
+
+
+def test_anything_beyond_underflow_is_wrong_where_the_reference_is_zero() -> None:
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert max_relative_error(zero, zero) == 0.0
+    assert max_relative_error(torch.tensor([0.0, 1e-30], dtype=torch.float64), zero) > 1e200

@@ -268,3 +268,42 @@ def test_tensors_off_a_vector_boundary_are_copied_where_the_device_needs_it(
     y = module(shifted, *inputs[1:], out=out)
     assert y is out and seen and not any(seen)
     torch.testing.assert_close(y.double(), module.reference(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_a_traced_call_is_an_operator_in_the_graph(module: TunedModule, inputs: list[torch.Tensor]) -> None:
+    """A graph without the operator would return memory that nothing wrote."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    expected = module(*inputs)
+    module(*inputs)  # the quick path is there now
+    graph = make_fx(lambda *a: module(*a))(*inputs)
+    assert "kronsched" in graph.code
+    torch.testing.assert_close(graph(*inputs), expected)
+    traced = torch.jit.trace(lambda *a: module(*a), tuple(inputs), check_trace=False)
+    torch.testing.assert_close(traced(*inputs), expected)
+
+
+def test_what_differentiates_forwards_is_refused(module: TunedModule, inputs: list[torch.Tensor]) -> None:
+    import torch.autograd.forward_ad as fw
+
+    module(*inputs)
+    with fw.dual_level():
+        dual = fw.make_dual(inputs[0], torch.ones_like(inputs[0]))
+        with pytest.raises(UnsupportedError, match="x carries a tangent"):
+            module(dual, *inputs[1:])
+        module(*inputs)  # no tangent, no complaint
+    with pytest.raises(UnsupportedError, match=r"x is inside a torch\.func transform"):
+        torch.func.jvp(lambda x: module(x, *inputs[1:]), (inputs[0],), (inputs[0],))
+
+
+def test_the_reference_checks_its_arguments(module: TunedModule, inputs: list[torch.Tensor]) -> None:
+    x, *factors = inputs
+    with pytest.raises(ArgumentError, match="x has shape"):
+        module.reference(x[:2], *factors)
+    with pytest.raises(ArgumentTypeError, match="x has dtype"):
+        module.reference(x.double(), *factors)
+    arrays = [t.numpy() for t in inputs]
+    with pytest.raises(ArgumentTypeError, match="x has dtype"):
+        module.reference(arrays[0].astype(">f4"), *arrays[1:])
+    turned = module.reference(arrays[0][::-1], *arrays[1:])
+    np.testing.assert_allclose(turned, module.reference(*arrays)[::-1])

@@ -93,3 +93,14 @@ def test_sources_of_a_sample_differ() -> None:
     sample = {c.key: c for c in (space.sample(rng) for _ in range(30)) if c is not None}
     digests = {lower(workload, SCHEDULE, c.config, H200).sha256 for c in sample.values()}
     assert len(digests) >= 0.8 * len(sample)
+
+
+def test_exchange_buffers_of_one_element_are_pruned() -> None:
+    """TVM 0.27 loses them when it merges shared memory; what the space calls valid must lower."""
+    workload = KronMatmul(1, [(1021, 1)], "float16")
+    space, rng = SCHEDULE.space(workload, H200), random.Random(0)
+    drawn = [space.sample(rng) for _ in range(25)]
+    assert any(c is not None for c in drawn)
+    for candidate in drawn:
+        if candidate is not None:
+            lower(workload, SCHEDULE, candidate.config, H200)

@@ -332,6 +332,12 @@ def test_energy_needs_a_counter(tmp_path: Path) -> None:
         (("[knobs.rows]", "[knobs.rowz]"), "rowz"),
         (("[128]", "[9999]"), "no config of it is valid"),
         (("values = [1, 2]", "values = 5"), "must be a list"),
+        (("values = [1, 2]", 'values = ["a"]'), "'a' is not allowed"),
+        (("values = [1, 2]", "values = [nan]"), "nan is not allowed"),
+        (("values = [1, 2]", "values = [-1]"), "-1 is not allowed"),
+        (("values = [1, 2]", "values = [true]"), "True is not allowed"),
+        (("values = [1, 2]", "values = [99999999999999999999]"), "is not allowed: an int from"),
+        (('space = "made_up"', 'space = ["made_up"]'), "space="),
         (("space =", "space :"), "not valid TOML"),
     ],
 )
