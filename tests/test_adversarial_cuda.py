@@ -10,6 +10,7 @@ import torch
 
 from kronsched.bench.suites import load_suite
 from kronsched.dtypes import DTYPES
+from kronsched.errors import InvalidConfig
 from kronsched.hardware import resolve_target
 from kronsched.measure.check import max_relative_error
 from kronsched.runtime.build import build_artefact
@@ -32,7 +33,7 @@ def test_adversarial_case_is_right_on_this_gpu(workload: KronMatmul, tmp_path: P
     for i, config in enumerate(configs):
         try:
             build_artefact(workload, schedule, config, device, tmp_path / str(i))
-        except Exception as e:
+        except InvalidConfig as e:  # the space's estimate of shared memory may be too low for a drawn config
             assert i > 0, f"the default config must build: {e}"
             continue
         output = torch.full(workload.output.shape, float("nan"), dtype=DTYPES[workload.dtype].torch(), device="cuda")

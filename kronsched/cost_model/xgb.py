@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 LEVELS = 31
-"""Grades of relevance. Finer grades did not find good schedules sooner on recorded tables, coarser ones neither."""
+"""Grades of relevance."""
 OBJECTIVES = ("rank", "log", "throughput")
 
 
@@ -38,7 +38,6 @@ class XgbOptions:
     """Options of `XgbModel`.
 
     objective: "rank" (pairwise ranking), "log" (regression on log time) or "throughput" (regression on best time / time).
-    On synthetic and public GPU tables ranking needed about 0.8 times the trials of the regression on log time.
     trees, depth, eta: size of the ensemble.  pairs: pairs drawn a candidate for ranking.  clip: times over e^clip times the best
     are all as bad.  prior_weight: factor on the score of the prior.  prior_fades: observations after which that factor has
     halved, since what was measured here says more than other shapes do.  threads: of xgboost.

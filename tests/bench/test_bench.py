@@ -62,7 +62,9 @@ def test_installed_peers_are_right(name: str, workload: KronMatmul) -> None:
         call = PEERS["kron"][name](workload, inputs)
     except PeerUnavailable as e:
         assert "not installed" in str(e) or "no kernel" in str(e)
-        return
+        if name in ("torch_shuffle", "gpytorch"):  # in the test extra
+            raise
+        pytest.skip(str(e))
     assert max_relative_error(call().reshape(workload.output.shape), workload.reference(*inputs)) < DTYPES["float32"].tolerance
 
 
