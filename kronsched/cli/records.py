@@ -110,6 +110,18 @@ def _report(*, log: str, out: str, as_json: bool) -> int:
     return 0
 
 
+def _thin(*, log: str, out: str, as_json: bool) -> int:
+    from kronsched.records.thin import thin_log
+
+    with only_json(as_json):
+        kept = thin_log(log, out)
+    if as_json:
+        print_json({"log": log, "table": out, "records": kept})
+    else:
+        click.echo(f"{out}: {kept} records")
+    return 0
+
+
 show = click.Command(
     "show",
     params=[
@@ -142,4 +154,10 @@ report = click.Command(
     ],
     callback=_report,
     help="Write one self-contained HTML page about a log.",
+)
+thin = click.Command(
+    "thin",
+    params=[_LOG, click.Option(["-o", "--out"], type=click.Path(), required=True, help="Table to write, *.jsonl.gz."), json_option],
+    callback=_thin,
+    help="Write a log as a small table for `kronsched simulate`: medians instead of all samples.",
 )

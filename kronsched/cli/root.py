@@ -16,7 +16,7 @@ from kronsched.cli.bench import bench
 from kronsched.cli.doctor import doctor
 from kronsched.cli.emit import emit
 from kronsched.cli.plugins import import_plugin
-from kronsched.cli.records import replay, report, show
+from kronsched.cli.records import replay, report, show, thin
 from kronsched.cli.simulate import simulate
 from kronsched.cli.space import space
 from kronsched.cli.tune import tune
@@ -35,7 +35,7 @@ def cli(plugins: tuple[str, ...], debug: bool) -> None:
         import_plugin(plugin)
 
 
-for _command in (tune, replay, show, space, emit, bench, report, simulate, doctor):
+for _command in (tune, replay, show, space, emit, bench, report, thin, simulate, doctor):
     cli.add_command(_command)
 
 
