@@ -157,7 +157,11 @@ report = click.Command(
 )
 thin = click.Command(
     "thin",
-    params=[_LOG, click.Option(["-o", "--out"], type=click.Path(), required=True, help="Table to write, *.jsonl.gz."), json_option],
+    params=[
+        _LOG,
+        click.Option(["-o", "--out"], type=click.Path(), required=True, help="Table to write, *.jsonl.gz."),
+        json_option,
+    ],
     callback=_thin,
     help="Write a log as a small table for `kronsched simulate`: medians instead of all samples.",
 )

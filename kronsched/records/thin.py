@@ -1,7 +1,7 @@
 """Thinning a log to what simulation and cost models read, so that exhaustive tables are small enough to ship.
 
-Read first: `thin_log`. All samples of a measurement go (their median and noise stay, rounded), repeated configs keep the last record,
-texts that repeat in every record (versions, driver) stay: they compress to nothing and say where the numbers come from.
+Read first: `thin_log`. All samples of a measurement go (their median and noise stay, rounded), repeated configs keep the last
+record, texts that repeat in every record (versions, driver) stay: they compress to nothing and say where the numbers come from.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DIGITS = 5
 def thin_log(log: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
     """Write the thinned records of a log as a gzip-compressed table; the number of records written.
 
-    log: a .jsonl or .jsonl.gz log.  out: the .jsonl.gz to write, replaced when it is there; it may be `log` itself. The bytes are a
-    function of the records alone. Raises ArgumentError when a path cannot be used.
+    log: a .jsonl or .jsonl.gz log.  out: the .jsonl.gz to write, replaced when it is there; it may be `log` itself. The bytes
+    are a function of the records alone. Raises ArgumentError when a path cannot be used.
     """
     target = Path(out)
     if not target.name.endswith(".jsonl.gz"):

@@ -69,8 +69,9 @@ def compile_cuda(source: str, arch: str, compiler: str = "nvrtc") -> Cubin:
         try:
             return _nvrtc(slim, arch)
         except CompileError:
-            pass  # the slim preamble may lack something; the full one decides
-    return _nvrtc(source, arch)
+            if not any((Path(d) / "cuda" / "std" / "cstdint").is_file() for d in include_dirs()):
+                raise  # no libcu++ on this machine: the full preamble would only fail on that
+    return _nvrtc(source, arch)  # the slim preamble may lack something: the full one decides
 
 
 def slim_preamble(source: str) -> str | None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,3 +147,24 @@ def test_headers_are_looked_up_in_wheels_then_toolkit(monkeypatch: pytest.Monkey
         assert nvrtc.include_dirs() == (str(tmp_path / "include"),)
     finally:
         nvrtc.include_dirs.cache_clear()
+
+
+def test_without_libcuxx_the_error_is_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's own CUDA wheels come without libcu++: a kernel that does not compile must not be reported as a missing header."""
+    seen = []
+
+    def fail(source: str, arch: str) -> nvrtc.Cubin:
+        seen.append(source)
+        raise CompileError(f"nvrtc for {arch}: error: reason {len(seen)}")
+
+    monkeypatch.setattr(nvrtc, "_nvrtc", fail)
+    monkeypatch.setattr(nvrtc, "slim_preamble", lambda _: "slim")
+    monkeypatch.setattr(nvrtc, "include_dirs", lambda: (str(tmp_path),))
+    with pytest.raises(CompileError, match="reason 1"):
+        nvrtc.compile_cuda("full", "sm_90")
+    assert seen == ["slim"]
+    (tmp_path / "cuda" / "std").mkdir(parents=True)
+    (tmp_path / "cuda" / "std" / "cstdint").touch()
+    with pytest.raises(CompileError, match="reason 3"):
+        nvrtc.compile_cuda("full", "sm_90")
+    assert seen == ["slim", "slim", "full"]
