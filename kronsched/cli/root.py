@@ -13,6 +13,7 @@ import click
 
 import kronsched
 from kronsched.cli.bench import bench
+from kronsched.cli.compare import compare
 from kronsched.cli.doctor import doctor
 from kronsched.cli.emit import emit
 from kronsched.cli.plugins import import_plugin
@@ -35,7 +36,7 @@ def cli(plugins: tuple[str, ...], debug: bool) -> None:
         import_plugin(plugin)
 
 
-for _command in (tune, replay, show, space, emit, bench, report, thin, simulate, doctor):
+for _command in (tune, replay, show, space, emit, bench, report, compare, thin, simulate, doctor):
     cli.add_command(_command)
 
 
