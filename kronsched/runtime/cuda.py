@@ -100,12 +100,31 @@ class _Kernel:
         self.params = (ctypes.c_void_p * n)(*(base + 8 * i for i in range(n)))
         self.geometry = (*launch.grid, *launch.block, launch.shared_bytes)
         self.symbol = launch.symbol
+        self.config = _overlapping(driver, launch) if launch.overlap else None
 
     def launch(self, driver: Any, addresses: dict[str, int], stream: int) -> None:
         values = self.values
         for i, name in enumerate(self.args):
             values[i] = addresses[name]
-        checked(driver.cuLaunchKernel(self.function, *self.geometry, stream, ctypes.addressof(self.params), 0), self.symbol)
+        params = ctypes.addressof(self.params)
+        if self.config is None:
+            checked(driver.cuLaunchKernel(self.function, *self.geometry, stream, params, 0), self.symbol)
+        else:
+            self.config.hStream = stream
+            checked(driver.cuLaunchKernelEx(self.config, self.function, params, 0), self.symbol)
+
+
+def _overlapping(driver: Any, launch: LaunchSpec) -> Any:
+    """The launch configuration of a kernel that may start before the one before it has ended."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+    config.sharedMemBytes = launch.shared_bytes
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def checked(result: tuple[Any, ...], what: str = "CUDA driver call") -> tuple[Any, ...]:

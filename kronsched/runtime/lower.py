@@ -173,11 +173,14 @@ def _lower_cuda(scheduled: Scheduled, device: Device) -> Lowered:
             kernels[launch.func] = _lower_kernel(_function(scheduled.mod, launch), launch, target)
         spec = kernels[launch.func][1]
         check_limits(spec, device)
+        _check_overlap(spec, device)
         launches.append(spec)
     # One device module, hence one source and one cubin, in order of first launch.
     module = tvm.IRModule({spec.symbol: func for func, spec in kernels.values()})
     with _source_only():
         code = str(tvm.get_global_func("target.build.cuda")(module, target).inspect_source())
+    if any(spec.overlap for spec in launches) and "griddepcontrol.wait" not in code:
+        raise CompileError("a launch with overlap never waits for the kernel before it (griddepcontrol.wait)")
     source = _with_launches("//", launches, scheduled, code)
     return Lowered(source, _digest(source), tuple(launches), scheduled.scratch, None)
 
@@ -229,6 +232,7 @@ def _lower_kernel(func: Any, launch: Launch, target: Any) -> tuple[Any, LaunchSp
         block=(extents.get("threadIdx.x", 1), extents.get("threadIdx.y", 1), extents.get("threadIdx.z", 1)),
         shared_bytes=extents.get("tirx.use_dyn_shared_memory", 0),
         dtypes=tuple(by_name[a][1] for a in args),
+        overlap=launch.overlap,
     )
     return kernel, spec
 
@@ -285,11 +289,17 @@ def check_limits(launch: LaunchSpec, device: Device, static_shared: int = 0) -> 
         raise InvalidConfig(f"{launch.symbol}: grid {launch.grid} is beyond CUDA's limit (2^31-1, 65535, 65535)")
 
 
+def _check_overlap(launch: LaunchSpec, device: Device) -> None:
+    if launch.overlap and int("".join(c for c in device.arch if c.isdigit())) < 90:
+        raise InvalidConfig(f"{launch.symbol}: overlapping launches need sm_90 or newer, {device.name} is {device.arch}")
+
+
 def _with_launches(comment: str, launches: Sequence[LaunchSpec], scheduled: Scheduled, code: str) -> str:
     """The code under a comment on how it is launched, which the digest must cover: it is not all in the code."""
     lines = []
     for spec in launches:
         geometry = f" grid={spec.grid} block={spec.block} dynamic_shared={spec.shared_bytes}" if comment == "//" else ""
+        geometry += " overlap" if spec.overlap else ""
         lines.append(f"{comment} launch {spec.symbol}({', '.join(spec.args)}){geometry}")
     lines += [f"{comment} scratch {t.name} {t.shape} {t.dtype}" for t in scheduled.scratch]
     return "\n".join((*lines, code.strip())) + "\n"

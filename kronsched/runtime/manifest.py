@@ -27,7 +27,7 @@ class LaunchSpec:
 
     symbol: the kernel name in the cubin, or the exported function of the shared library.  args: tensor names in the order
     of the function's parameters.  shapes, dtypes: of each argument as the function sees it (a tensor may be viewed with
-    another shape).  grid, block: CUDA blocks and threads.  shared_bytes: dynamic shared memory.
+    another shape).  grid, block: CUDA blocks and threads.  shared_bytes: dynamic shared memory.  overlap: see `Launch`.
     """
 
     symbol: str
@@ -37,6 +37,7 @@ class LaunchSpec:
     block: tuple[int, int, int] = (1, 1, 1)
     shared_bytes: int = 0
     dtypes: tuple[str, ...] = ()
+    overlap: bool = False
 
     @property
     def threads(self) -> int:
@@ -54,6 +55,7 @@ class LaunchSpec:
             block=_triple(data["block"]),
             shared_bytes=_size(data["shared_bytes"]),
             dtypes=tuple(_text(d) for d in data["dtypes"]),
+            overlap=_flag(data.get("overlap", False)),
         )
         if not len(launch.args) == len(launch.shapes) == len(launch.dtypes):
             raise ValueError(f"launch {launch.symbol}: args, shapes and dtypes differ in length")
@@ -174,6 +176,12 @@ def _file(value: Any) -> str:
 def _size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} must be an int ≥ 0")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} must be true or false")
     return value
 
 

@@ -24,10 +24,15 @@ class Launch:
     """One call of a function of the module. `args` are tensor names: workload inputs, its output, or scratch.
 
     On CUDA each function lowers to exactly one kernel; on CPU to one packed function.
+
+    overlap: CUDA's programmatic dependent launch: the kernel may start while the one before it on the stream, whichever it is, still
+    runs. Only for a kernel whose every thread executes `griddepcontrol.wait` before it reads anything that an earlier kernel may
+    have written (constant weights excepted) and before it writes anything at all.
     """
 
     func: str
     args: tuple[str, ...]
+    overlap: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,23 @@ class NotingDriver:
         self.shared[function] = value
         return (0,)
 
+    class CUlaunchConfig(SimpleNamespace):
+        pass
+
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="overlap")
+
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        return SimpleNamespace(id=None, value=SimpleNamespace())
+
+    def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[int]:
+        (attribute,) = config.attrs
+        assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed) == ("overlap", 1)
+        grid, block = ([getattr(config, f"{what}Dim{axis}") for axis in "XYZ"] for what in ("grid", "block"))
+        result = self.cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, params, extra)
+        self.launches[-1] = (*self.launches[-1], "overlap")
+        return result
+
     def cuLaunchKernel(self, function: str, *rest: Any) -> tuple[int]:
         *geometry, stream, params, extra = rest
         assert self.contexts == ["primary of device 0"] and extra == 0
@@ -104,6 +122,19 @@ def test_what_is_launched(driver: NotingDriver, tmp_path: Path) -> None:
         assert geometry2 == [16 * 6 * 7 // 32, 1, 1, 32, 1, 1, 0]
         assert stream == stream2 == 77
     assert driver.contexts == []
+
+
+def test_an_overlapping_launch_says_so_to_the_driver(driver: NotingDriver, tmp_path: Path) -> None:
+    build_artefact(W, TwoStagesCuda(), {}, H200, tmp_path / "a")
+    manifest = Manifest.load(tmp_path / "a")
+    first, second = manifest.launches
+    dataclasses.replace(manifest, launches=(first, dataclasses.replace(second, overlap=True))).save(tmp_path / "a")
+    driver.n_args = {"first_kernel": 3, "second_kernel": 3}
+    x, f0, f1 = W.make_inputs(0)
+    load_executable(tmp_path / "a")([x, f0, f1], torch.empty(W.output.shape))
+    (_, _, stream, _), (name, geometry, stream2, _, how) = driver.launches
+    assert (name, how, stream, stream2) == ("second_kernel", "overlap", 77, 77)
+    assert geometry == [16 * 6 * 7 // 32, 1, 1, 32, 1, 1, 0]
 
 
 def test_large_shared_memory_is_asked_for(driver: NotingDriver, tmp_path: Path) -> None:

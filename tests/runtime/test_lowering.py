@@ -231,3 +231,42 @@ def test_gpu_machine_generates_source_without_compiling_it(monkeypatch: pytest.M
     device, workload = resolve_target("cuda"), KronMatmul(8, [(4, 4)] * 2)
     schedule = KronCudaSimt()
     assert "__global__" in lower(workload, schedule, schedule.default_config(workload, device), device).source
+
+
+class Overlapping(OneKernel):
+    """OneKernel whose launch overlaps, though it waits for nothing."""
+
+    name = "toy_overlap"
+
+    def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
+        plain = super().apply(workload, {"threads": 32, "stage": False}, device)
+        return Scheduled(plain.mod, tuple(Launch(x.func, x.args, overlap=True) for x in plain.launches))
+
+
+def test_an_overlapping_launch_must_wait_and_needs_hopper() -> None:
+    with pytest.raises(CompileError, match=r"griddepcontrol\.wait"):
+        lower(ONE, Overlapping(), {}, H200)
+    with pytest.raises(InvalidConfig, match="need sm_90"):
+        lower(ONE, Overlapping(), {}, A100)
+
+
+def test_a_tile_program_that_waits_may_overlap() -> None:
+    class Waits(OneKernel):
+        def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
+            import tvm
+            from tvm.script import tirx as T
+
+            @T.prim_func
+            def main(x: T.Buffer((24, 16), "float32"), f0: T.Buffer((16, 64), "float32"), y: T.Buffer((24, 64), "float32")):
+                T.device_entry()
+                row = T.cta_id([24])
+                column = T.thread_id([64])
+                T.ptx.griddepcontrol.wait()
+                y[row, column] = x[row, 0] * f0[0, column]
+
+            func = main.with_attr("global_symbol", "main")
+            return Scheduled(tvm.IRModule({"main": func}), (Launch("main", ("x", "f0", "y"), overlap=True),))
+
+    lowered = lower(ONE, Waits(), {}, H200)
+    assert lowered.launches[0].overlap
+    assert lowered.source.splitlines()[0].endswith("dynamic_shared=0 overlap")
