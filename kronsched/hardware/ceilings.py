@@ -21,7 +21,7 @@ from typing import Any
 from kronsched.hardware.device import Device
 from kronsched.paths import cache_dir
 
-SCHEMA = 1
+SCHEMA = 2
 BUDGET_S = 0.15
 """Seconds for each kernel."""
 DTYPES_MEASURED = ("float32", "float64", "float16", "bfloat16")
@@ -91,7 +91,7 @@ def _store(device: Device, data: dict[str, Any]) -> None:
 
 def _measure(device: Device) -> tuple[float, dict[str, float]]:
     if device.kind == "cuda":
-        return _copy_cuda(device), {name: _matmul_cuda(name, device) for name in DTYPES_MEASURED}
+        return _copy_cuda(device), {name: _matmul_cuda(name, device) for name in (*DTYPES_MEASURED, "tfloat32")}
     import torch
 
     slices = max(16, 4 * int(device.extra.get("l3_bytes", 0)) // CPU_SLICE)  # together more than the caches hold
@@ -167,8 +167,14 @@ def _matmul_cuda(dtype_name: str, device: Device) -> float:
     import torch
 
     n = 4096 if dtype_name == "float64" else 8192
-    a = torch.ones(n, n, dtype=getattr(torch, dtype_name), device=device.torch_device)
-    return 2.0 * n**3 / _cuda_seconds(partial(torch.matmul, a, a, out=torch.empty_like(a))) / 1e9
+    dtype = torch.float32 if dtype_name == "tfloat32" else getattr(torch, dtype_name)
+    a = torch.ones(n, n, dtype=dtype, device=device.torch_device)
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tfloat32"
+    try:
+        return 2.0 * n**3 / _cuda_seconds(partial(torch.matmul, a, a, out=torch.empty_like(a))) / 1e9
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def _copy_cuda(device: Device) -> float:

@@ -20,6 +20,7 @@ _H200 = Device(
     bandwidth_gbs=4280.0,  # measured: device-to-device copy of 1 GB, bytes read plus written
     peak_gflops={
         "float32": 67_000.0,
+        "tfloat32": 494_500.0,
         "float64": 67_000.0,  # tensor cores; 34,000 without
         "float16": 790_000.0,  # measured: cuBLAS 4096³; data sheet 990,000
         "bfloat16": 790_000.0,  # as float16
@@ -40,6 +41,7 @@ _H100 = Device(
     bandwidth_gbs=3015.0,  # 0.9 of 3350
     peak_gflops={
         "float32": 67_000.0,
+        "tfloat32": 494_500.0,
         "float64": 67_000.0,
         "float16": 990_000.0,
         "bfloat16": 990_000.0,
@@ -60,6 +62,7 @@ _A100 = Device(
     bandwidth_gbs=1835.0,  # 0.9 of 2039; the 40 GB model has 1555
     peak_gflops={
         "float32": 19_500.0,
+        "tfloat32": 156_000.0,
         "float64": 19_500.0,  # tensor cores; 9,700 without
         "float16": 312_000.0,
         "bfloat16": 312_000.0,
@@ -80,6 +83,7 @@ _L40S = Device(
     bandwidth_gbs=778.0,  # 0.9 of 864
     peak_gflops={
         "float32": 91_600.0,
+        "tfloat32": 183_000.0,
         "float64": 1_430.0,
         "float16": 362_000.0,
         "bfloat16": 362_000.0,

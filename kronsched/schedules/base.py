@@ -25,9 +25,9 @@ class Launch:
 
     On CUDA each function lowers to exactly one kernel; on CPU to one packed function.
 
-    overlap: CUDA's programmatic dependent launch: the kernel may start while the one before it on the stream, whichever it is, still
-    runs. Only for a kernel whose every thread executes `griddepcontrol.wait` before it reads anything that an earlier kernel may
-    have written (constant weights excepted) and before it writes anything at all.
+    overlap: CUDA's programmatic dependent launch: the kernel may start while the one before it on the stream, whichever it is,
+    still runs. Only for a kernel whose every thread executes `griddepcontrol.wait` before it reads anything that an earlier
+    kernel may have written (constant weights excepted) and before it writes anything at all.
     """
 
     func: str

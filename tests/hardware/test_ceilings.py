@@ -65,9 +65,9 @@ def test_another_core_count_is_another_device(monkeypatch: pytest.MonkeyPatch) -
         "[]",
         "null",
         '{"schema": 99}',
-        '{"schema": 1, "bandwidth_gbs": -1, "peak_gflops": {"float32": 1}}',
-        '{"schema": 1, "bandwidth_gbs": 5, "peak_gflops": 7}',
-        '{"schema": 1, "bandwidth_gbs": 5, "peak_gflops": {}}',
+        '{"schema": 2, "bandwidth_gbs": -1, "peak_gflops": {"float32": 1}}',
+        '{"schema": 2, "bandwidth_gbs": 5, "peak_gflops": 7}',
+        '{"schema": 2, "bandwidth_gbs": 5, "peak_gflops": {}}',
     ],
 )
 def test_a_damaged_cache_file_is_ignored(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -100,7 +100,9 @@ def test_floor_is_the_larger_of_bandwidth_and_arithmetic() -> None:
     copy_bound = KronMatmul(1024, ((8, 8),) * 4)
     assert floor_us(copy_bound, h200) == pytest.approx(copy_bound.min_bytes / 4280e3)
     flop_bound = KronMatmul(1024, ((128, 128),) * 2)
-    assert floor_us(flop_bound, h200) == pytest.approx(flop_bound.flops / 67_000e3)
+    assert floor_us(flop_bound, h200) == pytest.approx(flop_bound.flops * 3 / 494_500e3)  # three TF32 products
+    double = KronMatmul(1024, ((128, 128),) * 2, "float64")
+    assert floor_us(double, h200) == pytest.approx(double.flops / 67_000e3)
     assert floor_us(flop_bound, h200) > flop_bound.min_bytes / 4280e3
     assert roofline_fraction(flop_bound, h200, 2 * floor_us(flop_bound, h200)) == pytest.approx(0.5)
 
