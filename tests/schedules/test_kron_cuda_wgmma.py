@@ -15,6 +15,8 @@ from kronsched.runtime.nvrtc import compile_cuda
 from kronsched.schedules import kron_wgmma_layout as layout
 from kronsched.schedules.kron_cuda_wgmma import KronCudaWgmma
 from kronsched.schedules.kron_wgmma_plan import plan_wgmma
+from tests.emulator import run_schedule
+from tests.emulator.build import available
 from tests.runtime.runtime_toys import A100
 
 H200 = resolve_target("nvidia/h200")
@@ -127,3 +129,17 @@ def test_what_it_does_not_serve() -> None:
     assert "65 lines" in str(schedule.supports(KronMatmul(65, [(64, 64)]), H200))
     with pytest.raises(InvalidConfig, match="warpgroups an SM"):
         plan_wgmma(KronMatmul(64, [(64, 64)]), {"pair": False, "groups": 4, "stages": 1, "per_sm": 2}, H200)
+
+
+@pytest.mark.skipif(available() is not None, reason=str(available()))
+@pytest.mark.parametrize(
+    ("workload", "config", "order"),
+    [
+        (KronMatmul(3, [(64, 64)] * 2), {"pair": True, "groups": 2, "stages": 2, "per_sm": 1}, "reverse"),
+        (KronMatmul(2, [(64, 64)] * 2), {"pair": False, "groups": 1, "stages": 1, "per_sm": 1}, "random"),
+        (KronMatmul(1, [(128, 128), (64, 64)]), {"pair": False, "groups": 1, "stages": 3, "per_sm": 1}, "forward"),
+        (KronMatmul(64, [(128, 128)]), {"pair": False, "groups": 2, "stages": 2, "per_sm": 1}, "reverse"),
+    ],
+)
+def test_emitted_kernels_are_right(workload: KronMatmul, config: dict[str, int], order: str) -> None:
+    assert run_schedule(KronCudaWgmma(), workload, config, H200, order=order) < 2e-6
