@@ -58,7 +58,7 @@ def changed(**options: str) -> list[str]:
         (changed(compiler="clang"), "'--compiler': 'clang' is not one of 'nvrtc', 'nvcc'"),
         ([*KRON, "--bogus"], "No such option"),
         (["tune", "kron", "--m", "4"], "Missing option '--factors'"),
-        (["tune", "gemmm"], "family='gemmm' is not allowed: choose one of kron"),
+        (["tune", "gemmm"], "family='gemmm' is not allowed: choose one of gemm, kron, ks"),
         (["tune"], "FAMILY"),
         (["dance"], "No such command 'dance'"),
         (["show", "/none.jsonl"], "log='/none.jsonl' is not a file"),

@@ -1,97 +1,95 @@
 """Times a suite: the best known kernel of each shape, and its peers on the same tensors with the same clock.
 
-Read first: `run_suite`. Every result, ours and a peer's, is checked against the reference before its time counts.
+Read first: `run_suite`; contest.py for how results are checked and timed, tuning.py for tuning a whole suite beforehand.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
-import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kronsched.bench.peers import PEERS
-from kronsched.dtypes import DTYPES
+from kronsched.bench.contest import PEER_SLACK, Contest, free_bytes, needed_bytes, release
+from kronsched.bench.peers import peers_of
+from kronsched.bench.row import Kernel, Row, by_dtype, geomean, published_geomean
+from kronsched.bench.suites import Case
+from kronsched.bench.tuning import Logs, prebuild, tune_cases
 from kronsched.errors import KronschedError, UnsupportedError, choose
 from kronsched.hardware import Device, floor_us, measure_ceilings
-from kronsched.measure.check import max_relative_error
-from kronsched.measure.timing import sets_for
 
 if TYPE_CHECKING:
-    import torch
-
     from kronsched.bench.peers import Peer
     from kronsched.runtime.module import TunedModule
     from kronsched.workloads.base import Workload
 
-    Call = Callable[[], torch.Tensor]
-
-MAX_ROTATION = 64
-ROUNDS = 4
-SETTLE_S = 0.1
-"""Rest before each CPU contestant, for the idle threads of the one before to stop spinning."""
 OURS = "kronsched"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One shape: microseconds of ours and of each peer (None where there is no valid time), the roofline time, and why not."""
-
-    workload: Workload
-    us: float | None
-    peers: dict[str, float | None]
-    floor_us: float
-    error: str | None = None
-    notes: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """A row of `bench --json`."""
-        return {
-            "workload": self.workload.to_dict(),
-            "us": self.us,
-            "peers": self.peers,
-            "floor_us": self.floor_us,
-            "error": self.error,
-            "notes": self.notes,
-        }
-
-
 def run_suite(
-    workloads: Sequence[Workload],
+    cases: Sequence[Case],
     device: Device,
-    peers: Sequence[str],
+    peers: Sequence[str] | None = None,
+    *,
     trials: int = 0,
+    tune_seconds: float | None = None,
+    logs: Logs | None = None,
     progress: Callable[[Row], None] = lambda row: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
-    """Time each workload on a device of this machine.
+    """Time each case on a device of this machine.
 
-    peers: names from `peers.PEERS`.  trials: when above 0, shapes are first tuned with so many trials (into their default logs).
-    progress: called with each row as it is done. A shape that fails gets a row that says so. Raises ArgumentError for an unknown
-    peer, UnsupportedError for a device that is not here.
+    peers: names from `peers_of` of the families at hand; None takes all of them.  trials: shapes whose log holds fewer records
+    are tuned up to so many first.  tune_seconds: no shape is tuned after so long.  logs: where records are kept and looked up.
+    progress: called with each row as it is done.  say: called with lines for people.
+
+    A shape that fails gets a row that says so. Raises ArgumentError for an unknown peer, UnsupportedError for a device that is
+    not here.
     """
     if not device.present:
         raise UnsupportedError(f"target={device.name!r} is not on this machine: nothing can be timed")
+    wanted = choose_peers(cases, peers)
     device = measure_ceilings(device)
+    logs = logs or Logs()
+    _prepare(cases, device, trials, tune_seconds, logs, say)
     rows = []
-    for workload in workloads:
-        known = PEERS.get(workload.family, {})
-        for name in peers:
-            if name not in known:
-                raise choose("peer", name, list(known))
-        row = _row(workload, device, {name: known[name] for name in peers}, trials)
+    for case in cases:
+        known = peers_of(case.workload.family)
+        row = _row(case, device, {name: known[name] for name in wanted if name in known}, logs)
+        release(device)
         rows.append(row)
         progress(row)
     return rows
 
 
-def geomean(rows: Sequence[Row], peer: str) -> float | None:
-    """Geometric mean of peer time / our time over the rows that have both (above 1: ours is faster); None without such rows."""
-    logs = [math.log(p / r.us) for r in rows if r.us and (p := r.peers.get(peer))]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+def choose_peers(cases: Sequence[Case], peers: Sequence[str] | None) -> list[str]:
+    """The names of the peers to time; ArgumentError for one that no family at hand has."""
+    known = list(dict.fromkeys(name for case in cases for name in peers_of(case.workload.family)))
+    for name in peers or ():
+        if name not in known:
+            raise choose("peer", name, known)
+    return known if peers is None else list(peers)
+
+
+def summary(suite: str, device: Device, rows: Sequence[Row], peers: Sequence[str]) -> dict[str, Any]:
+    """The object that `bench --json` prints."""
+    device = measure_ceilings(device)
+    published = dict.fromkeys(name for row in rows for name in row.published)
+    return {
+        "suite": suite,
+        "device": device.to_dict(),
+        "rows": [row.to_dict() for row in rows],
+        "geomean": {name: geomean(rows, name) for name in peers},
+        "geomean_by_dtype": by_dtype(rows, peers),
+        "geomean_published": {name: published_geomean(rows, name) for name in published},
+        "ceilings": {
+            "bandwidth_gbs": device.bandwidth_gbs,
+            "peak_gflops": dict(device.peak_gflops),
+            "from": device.ceilings_from,
+        },
+        "versions": versions(),
+    }
 
 
 def versions() -> dict[str, str | None]:
@@ -105,81 +103,91 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _row(workload: Workload, device: Device, peers: dict[str, Peer], trials: int) -> Row:
+def _prepare(
+    cases: Sequence[Case], device: Device, trials: int, seconds: float | None, logs: Logs, say: Callable[[str], None]
+) -> None:
+    """Tune and build everything, with the same workers; they end before anything is timed."""
+    from kronsched.measure.crew import Crew
+
+    with Crew(device) as crew:
+        if trials > 0:
+            tune_cases(cases, device, trials, logs, crew, seconds=seconds, say=say)
+        prebuild(cases, device, logs, crew)
+
+
+def _row(case: Case, device: Device, peers: Mapping[str, Peer], logs: Logs) -> Row:
+    workload = case.workload
     floor = floor_us(workload, device)
-    need, free = 4 * workload.min_bytes, _free_bytes(device)
-    if need > free:
-        reason = f"needs about {need / 1e9:.1f} GB for tensors, reference and peers; {free / 1e9:.1f} GB are free"
-        return Row(workload, None, dict.fromkeys(peers), floor, reason)
-    # Inputs are rotated as the tuner does, so that they come from memory and not from cache.
-    copies = min(MAX_ROTATION, sets_for(workload.min_bytes, device, free // 2))
-    sets = [workload.make_inputs(seed, device.torch_device) for seed in range(copies)]
-    reference = workload.reference(*sets[0])
-    ready: dict[str, list[Call]] = {}
-    notes: dict[str, str] = {}
-    error = None
+    by_bytes = workload.min_bytes / (device.bandwidth_gbs * 1e3)
+    published = case.published if case.published_on == device.name else {}
+    blank = Row(
+        workload,
+        None,
+        dict.fromkeys(peers),
+        floor,
+        floor_by="bandwidth" if by_bytes >= floor else "compute",
+        published=published,
+    )
     try:
-        module = _module(workload, device, trials)
-        ready[OURS] = _checked([partial(module, *s) for s in sets], reference, workload)
-        if not module.measured:
-            notes[OURS] = "not tuned: a predicted or default config"
-    except KronschedError as e:
-        error = str(e)
+        need, free = needed_bytes(workload, device), free_bytes(device)
+        if need > free:
+            gigabytes = f"needs about {need / 1e9:.1f} GB for tensors, reference and peers; {free / 1e9:.1f} GB are free"
+            return blank.but(failure=gigabytes)
+        contest = Contest(workload, device)
+    except Exception as e:  # out of memory after all, a broken CUDA context, or a family from outside that fails
+        return blank.but(failure=f"inputs or reference cannot be made: {_line(e)}")
+    failure, kernel = None, None
+    try:
+        module = load_module(workload, device, logs)
+        kernel = _kernel(module)
+        contest.enter(OURS, lambda inputs: partial(module, *inputs))
+    except Exception as e:  # whatever ours raises is a finding too, and the peers still have their times
+        failure = _line(e)
+    notes = {}
     for name, peer in peers.items():
         try:
-            ready[name] = _checked([peer(workload, s) for s in sets], reference, workload)
-        except Exception as e:  # a peer may fail in any way; that is a finding, not our failure
-            notes[name] = " ".join(str(e).split())[:300]
-    times = _time(ready, device)
-    return Row(workload, times.get(OURS), {name: times.get(name) for name in peers}, floor, error, notes)
-
-
-def _checked(calls: list[Call], reference: torch.Tensor, workload: Workload) -> list[Call]:
-    """The calls, once the first one's result is right; KronschedError when it is not."""
-    error = max_relative_error(calls[0]().reshape(reference.shape), reference)
-    tolerance = DTYPES[workload.output.dtype].tolerance
-    if not error <= tolerance:
-        raise KronschedError(f"wrong result: relative error {error:.2g}, {tolerance:.2g} is allowed")
-    return calls
-
-
-def _time(ready: dict[str, list[Call]], device: Device) -> dict[str, float]:
-    """Microseconds a call of each contestant: the best of `ROUNDS` medians.
-
-    They take turns, so that a throttled clock or a neighbour on the machine hits all of them, and none in all of its rounds. On a
-    CPU every other round gives torch one thread: small products are often faster so, and on a busy machine two threads that wait
-    for each other by spinning can be hundreds of times slower than one. A peer is judged by what is best for it.
-    """
-    import torch
-
-    from kronsched.measure.baseline import time_callable
-
-    best: dict[str, float] = {}
-    threads = torch.get_num_threads()
+            contest.enter(name, partial(peer, workload), PEER_SLACK)
+        except Exception as e:  # a peer may fail in any way
+            notes[name] = _line(e)
     try:
-        for turn in range(ROUNDS):
-            for name, calls in ready.items():
-                if device.kind == "cpu":
-                    torch.set_num_threads(1 if turn % 2 else threads)
-                    time.sleep(SETTLE_S)
-                best[name] = min(best.get(name, math.inf), time_callable(calls, device))
-    finally:
-        torch.set_num_threads(threads)
-    return best
+        times = contest.times()
+    except Exception as e:
+        return blank.but(failure=failure or f"timing failed: {_line(e)}", kernel=kernel, notes=notes)
+    errors = dict(contest.errors)
+    return blank.but(
+        us=times.get(OURS),
+        peers={name: times.get(name) for name in peers},
+        error=errors.pop(OURS, None),
+        peer_errors=errors,
+        failure=failure,
+        kernel=kernel,
+        notes={**contest.notes, **notes},
+    )
 
 
-def _module(workload: Workload, device: Device, trials: int) -> TunedModule:
+def load_module(workload: Workload, device: Device, logs: Logs) -> TunedModule:
+    """The best kernel of the suite's own log when that has one, else what `kronsched.load` finds."""
     import kronsched
-    from kronsched.records import find_best
 
-    if trials > 0 and find_best(workload, device) is None:
-        kronsched.tune(workload, target=device.torch_device, trials=trials)
+    path: Path | None = logs.path(workload)
+    if path is not None and _has_record(path, workload, device):
+        return kronsched.load(path, workload, device=device.torch_device)
     return kronsched.load(workload, device=device.torch_device)
 
 
-def _free_bytes(device: Device) -> int:
-    if device.kind == "cuda":
-        import torch
+def _has_record(path: Path, workload: Workload, device: Device) -> bool:
+    from kronsched.records.database import best_in
+    from kronsched.records.journal import Journal
 
-        return int(torch.cuda.mem_get_info(device.index)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return path.is_file() and best_in(Journal(path).read(), workload, device) is not None
+
+
+def _kernel(module: TunedModule) -> Kernel:
+    how = "tuned" if module.measured else next((w for w in ("predicted", "default") if module.origin.startswith(w)), "elsewhere")
+    return Kernel(how, module.space, module.config, len(module.manifest.launches), module.origin)
+
+
+def _line(error: BaseException) -> str:
+    """An error as one line, with its type where the text may not explain itself."""
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, KronschedError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -25,10 +25,10 @@ from typing import Any
 from pebble import ProcessExpired
 
 from kronsched.errors import ArgumentError, KronschedError, UnsupportedError
-from kronsched.hardware.cpu import cores
 from kronsched.hardware.device import Device
 from kronsched.measure import worker
 from kronsched.measure.base import BuildResult, Measured, RunResult
+from kronsched.measure.crew import Crew, default_builders, make_workers
 from kronsched.measure.energy import EnergyObserver
 from kronsched.measure.pools import Workers, describe_exit
 from kronsched.measure.timing import TimingPlan
@@ -40,8 +40,6 @@ PREPARE_TIMEOUT_S = 900.0
 """For importing torch, opening the device and computing a reference: never a candidate's fault."""
 MAX_TRIES = 3
 """Builds, and runs, of one candidate when the process dies without a candidate to blame."""
-MAX_BUILDERS = 32
-"""A builder holds about 200 MB."""
 
 
 class MeasureError(KronschedError):
@@ -80,7 +78,7 @@ class LiveMeasurer:
     usable cores (on CUDA one fewer), at most 32.  build_timeout_s, run_timeout_s: seconds of one build, and of one load, check
     and timing, counted in the worker.  seed: of the inputs candidates are checked with.  observers: energy counters, the first
     with a value fills `energy_j`.  dedupe: candidates that build to the same code and launches are run once and share the
-    result.  plan: how long to time.
+    result.  plan: how long to time.  crew: worker processes to use and to leave running at `close`; `builders` is then theirs.
 
     Raises UnsupportedError for a device that is not there, ArgumentError for parts that worker processes cannot import.
     """
@@ -100,6 +98,7 @@ class LiveMeasurer:
         observers: Sequence[EnergyObserver] = (),
         dedupe: bool = True,
         plan: TimingPlan | None = None,
+        crew: Crew | None = None,
     ) -> None:
         """Start nothing yet: processes start with the first batch."""
         if not device.present:
@@ -119,15 +118,16 @@ class LiveMeasurer:
         # Runs at `close`, when the measurer is dropped, or at exit, whichever comes first.
         self._remove = weakref.finalize(self, shutil.rmtree, self._dir, ignore_errors=True) if work_dir is None else None
         self._closed = False
-        n = builders or max(1, min(MAX_BUILDERS, cores() - self._overlap))
-        self._builders = Workers(n, self._dir / "builders.log", worker.set_up_builder, import_main)
-        self._runner = Workers(1, self._dir / "runner.log", worker.no_set_up, import_main)
+        self._crew = crew
+        n = crew.count if crew is not None else builders or default_builders(device)
+        workers = crew.workers(import_main) if crew is not None else make_workers(n, self._dir, import_main)
+        self._builders, self._runner = workers
         self.parallel = n if self._overlap else 1
         """Candidates that a batch should hold at least, so that no builder idles while others run."""
         self._numbers = count()
         self._known: dict[str, RunResult] = {}
         self._ready: set[int] = set()  # problems the present runner has
-        self._runner_has_run = False
+        self._runner_has_run = crew is not None  # for another workload, perhaps
         self._pool_size = 1
 
     # -- the Measurer interface ---------------------------------------------------------------------
@@ -170,9 +170,10 @@ class LiveMeasurer:
                 self._stop_workers()
 
     def close(self) -> None:
-        """End worker processes and remove the temporary directory. Safe to call twice."""
+        """End worker processes (not those of a crew) and remove the temporary directory. Safe to call twice."""
         self._closed = True
-        self._stop_workers()
+        if self._crew is None:
+            self._stop_workers()
         if self._remove is not None:
             self._remove()
 

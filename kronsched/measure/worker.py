@@ -237,6 +237,8 @@ class Bench:
         self._device = session.device.torch_device
         # CUDA graphs cannot be captured on the default stream; one stream for all, so that scratch is reused.
         on_cuda = session.device.kind == "cuda"
+        if on_cuda:
+            torch.cuda.empty_cache()  # what the bench of another workload held
         self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._problems: dict[int, Problem] = {}
         self._arena: Arena | None = None
@@ -296,10 +298,11 @@ class Bench:
 
         if self._stream is not None:
             return int(torch.cuda.mem_get_info(self._device)[0])
-        return _free_host_bytes()
+        return free_host_bytes()
 
 
-def _free_host_bytes() -> int:
+def free_host_bytes() -> int:
+    """Host memory that can be had without swapping; 1 GiB where the system does not say."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -316,6 +319,7 @@ _benches: dict[str, Bench] = {}
 def _bench(session: Session) -> Bench:
     key = f"{session.workload.key} {session.device.torch_device} {session.seed}"
     if key not in _benches:
+        _benches.clear()  # a runner serves one workload after another: the tensors of the last one go first
         _benches[key] = Bench(session)
     return _benches[key]
 

@@ -150,6 +150,8 @@ class CudaScheduleBattery(ScheduleBattery):
         from kronsched.runtime.build import build_artefact
 
         device = resolve_target(preset)
+        if (reason := self.schedule.supports(workload, device)) is not None:
+            pytest.skip(reason)
         config = self.schedule.default_config(workload, device)
         manifest = build_artefact(workload, self.schedule, config, device, tmp_path / "artefact")
         assert manifest.arch == {"nvidia/a100": "sm_80", "nvidia/h200": "sm_90a"}[preset]

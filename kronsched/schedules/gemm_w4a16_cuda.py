@@ -1,0 +1,124 @@
+"""W4A16 Gemm on tensor cores: the schedule around the TIRx kernels of w4a16_kernel.py.
+
+    [gather: x -> xs]  ->  main: x, w, s, [z] -> y or p  ->  [sum: p -> y]
+
+The first launch is there with act-order, or when rows of x do not start on 16 bytes; the last with split_k > 1. split_k = 1 is
+the data-parallel decomposition of arXiv 2402.00025, split_k > 1 its SplitK with a deterministic sum in place of atomics.
+
+Read first: w4a16_plan.py (sizes and constraints), w4a16_kernel.py (the program).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kronsched.errors import InvalidConfig
+from kronsched.schedules.base import Launch, Schedule, Scheduled
+from kronsched.schedules.w4a16_plan import plan_w4, w4_features, zero_methods
+from kronsched.space import Config, Knob, SearchSpace, load_knobs
+from kronsched.workloads.base import TensorSpec, Workload
+from kronsched.workloads.gemm import Gemm
+
+if TYPE_CHECKING:
+    from kronsched.hardware import Device
+
+
+class GemmW4A16Cuda(Schedule):
+    """Fused dequantise and product with `mma.m16n8k16`; float16 and bfloat16 x, any m, n and k."""
+
+    name: ClassVar[str] = "gemm_w4a16_cuda"
+    family: ClassVar[str] = "gemm"
+    device_kind: ClassVar[str] = "cuda"
+
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """None when the GPU has `mma` of 16-bit floats and cp.async (sm_80 and later)."""
+        major = int(device.arch.removeprefix("sm_").rstrip("abcdefghijklmnopqrstuvwxyz")[:-1])
+        return None if major >= 8 else f"{self.name} needs sm_80 or later, {device.name} is {device.arch}"
+
+    def space(self, workload: Workload, device: Device) -> SearchSpace:
+        """Knobs of search_spaces/gemm_w4a16_cuda.toml, less the values that mean nothing for this workload."""
+        assert isinstance(workload, Gemm)
+        knobs = [_fitting(knob, workload) for knob in load_knobs(self.name)]
+
+        def check(config: Config) -> str | None:
+            try:
+                plan_w4(workload, config, device)
+            except InvalidConfig as e:
+                return str(e)
+            return None
+
+        return SearchSpace(self.name, knobs, check)
+
+    def default_config(self, workload: Workload, device: Device) -> Config:
+        """Blocks narrow enough that every multiprocessor has one, many warps along k; k split across blocks as a last resort."""
+        assert isinstance(workload, Gemm)
+        space = self.space(workload, device)
+        values: dict[str, tuple[Any, ...]] = {k.name: k.values for k in space.knobs}
+        wish: dict[str, Any] = {
+            "warps_n": 1, "stages": 0, "x_load": "late", "batch": 1, "unroll": 1, "reduction": "flat",
+            "zeros": values["zeros"][0],
+        }  # fmt: skip
+        wish = {name: value if value in values[name] else values[name][0] for name, value in wish.items()}
+
+        def blocks(strips: int, mtile: int) -> int:
+            return -(-workload.layout.n_packed // (16 * strips)) * -(-workload.m // (8 * mtile))
+
+        for mtile in sorted(values["mtile"], reverse=True):
+            enough = [v for v in values["strips"] if blocks(v, mtile) >= 0.7 * device.units]
+            order = sorted(values["strips"], key=lambda v: (v not in enough, -v if v in enough else v))
+            for strips, warps_k in itertools.product(order, sorted(values["warps_k"], reverse=True)):
+                few = blocks(strips, mtile) <= device.units // 4
+                for split_k in sorted(values["split_k"], reverse=few):
+                    config = {**wish, "mtile": mtile, "strips": strips, "warps_k": warps_k, "split_k": split_k}
+                    config = {knob.name: config[knob.name] for knob in space.knobs}
+                    if space.invalid(config) is None:
+                        return config
+        for candidate in space:
+            return candidate.config
+        raise InvalidConfig(f"no config of {self.name} is valid for {workload.label} on {device.name}")
+
+    def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
+        """One PrimFunc a launch; scratch for the gathered x and for partial results."""
+        import tvm
+
+        from kronsched.schedules.w4a16_around import gather_kernel, sum_kernel
+        from kronsched.schedules.w4a16_kernel import main_kernel
+
+        assert isinstance(workload, Gemm)
+        plan = plan_w4(workload, config, device)
+        funcs: dict[str, Any] = {}
+        launches, scratch = [], []
+
+        def launch(name: str, func: Any) -> None:
+            funcs[name] = func.with_attr("global_symbol", name)
+            launches.append(Launch(name, tuple(str(p.name) for p in func.params)))
+
+        if plan.prepared:
+            scratch.append(TensorSpec("xs", (workload.m, plan.k), workload.a_dtype))
+            launch("w4a16_gather", gather_kernel(plan))
+        launch("w4a16", main_kernel(plan))
+        if plan.split_k > 1:
+            scratch.append(TensorSpec("p", (plan.split_k * workload.m, workload.n), "float32"))
+            launch("w4a16_sum", sum_kernel(plan))
+        return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch))
+
+    def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
+        """Blocks, waves, occupancy, bytes through memory, roofline time."""
+        assert isinstance(workload, Gemm)
+        return w4_features(plan_w4(workload, config, device), device)
+
+
+def _fitting(knob: Knob, w: Gemm) -> Knob:
+    """The knob with the values that can matter for this workload (the first one where none does)."""
+    values: tuple[Any, ...] = knob.values
+    if knob.name == "zeros":
+        values = tuple(v for v in values if v in zero_methods(w))
+    elif knob.name == "mtile":
+        values = tuple(sorted(v for v in values if v == 1 or 8 * v < 2 * w.m)[-2:])
+    elif knob.name in ("warps_k", "split_k"):
+        chunks = w.layout.k_packed // 128
+        most = [v for v in values if v <= chunks]
+        values = tuple(v for v in most if v >= 4 or chunks < 16) if knob.name == "warps_k" else tuple(most)
+    return Knob(knob.name, values or knob.values[:1], knob.help)

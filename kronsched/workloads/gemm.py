@@ -1,0 +1,289 @@
+"""Gemm: Y = X W with 4-bit weights, dequantised on the way: W[k, n] = (q[k, n] - zero[group, n]) · scale[group, n].
+
+The weights come in one packed layout (kronsched/quant/layout.py), made by `kronsched.quant.pack`. Source of the problem and of
+the split-K decomposition: SplitK W4A16, arXiv 2402.00025.
+
+Read first: `Gemm`, `w4_stages` (the TensorIR).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kronsched.dtypes import DTYPES, dtype_of
+from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError, choose
+from kronsched.quant.layout import NEUTRAL, TILE_K, TILE_N, Layout, row_groups, unpack_columns, unpack_words
+from kronsched.quant.packed_weight import MAX_ZERO, PackedWeight, check_group_size, check_zero_point
+from kronsched.workloads.base import TensorSpec, Workload
+
+if TYPE_CHECKING:
+    import torch
+    import tvm
+
+A_DTYPES = ("float16", "bfloat16")
+B_DTYPES = ("int4", "uint4")
+MAX_ELEMENTS = 2**31 - 1
+_REFERENCE_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Gemm(Workload):
+    """Y = X W: X (m, k) float16 or bfloat16, W (k, n) 4-bit with a scale a group of rows, Y (m, n) in X's dtype; sums in float32.
+
+    m, n, k: ≥ 1, any.  a_dtype: float16 or bfloat16.  b_dtype: int4; uint4 is another name for it, as values are stored as 0 to
+    15 and the zero point says what they mean.  group_size: rows of k that share a scale, a multiple of 32, or -1 for all.
+    zero_point: "symmetric" (8), "asymmetric" (integers 0 to 16) or "float".  act_order: rows of W are sorted by group, x is
+    gathered by the kernel (without it, before the call). A call is `mod(x, pw)` with pw from `kronsched.quant.pack`.
+    Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
+    """
+
+    family: ClassVar[str] = "gemm"
+
+    m: int = field(metadata={"help": "rows of X (tokens)"})
+    n: int = field(metadata={"help": "columns of W: outputs"})
+    k: int = field(metadata={"help": "columns of X: inputs"})
+    a_dtype: str = field(default="float16", metadata={"help": "dtype of X and Y: float16 or bfloat16"})
+    b_dtype: str = field(default="int4", metadata={"help": "dtype of W: int4 (or uint4, the same)"})
+    group_size: int = field(default=128, metadata={"help": "rows of W that share a scale: a multiple of 32, or -1 for all"})
+    zero_point: str = field(default="symmetric", metadata={"help": "symmetric, asymmetric (integers) or float"})
+    act_order: bool = field(default=False, metadata={"help": "rows of W are sorted by group (g_idx)"})
+
+    def __post_init__(self) -> None:
+        """Validate and normalise."""
+        for name in ("m", "n", "k"):
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        dtype_of(self.a_dtype, "a_dtype", A_DTYPES)
+        if self.b_dtype in A_DTYPES:
+            raise UnsupportedError(f"b_dtype={self.b_dtype!r}: dense weights are not supported yet; choose one of int4, uint4")
+        if self.b_dtype not in B_DTYPES:
+            raise choose("b_dtype", self.b_dtype, B_DTYPES)
+        object.__setattr__(self, "b_dtype", "int4")
+        object.__setattr__(self, "group_size", check_group_size(self.group_size))
+        check_zero_point(self.zero_point)
+        if not isinstance(self.act_order, bool):
+            raise ArgumentTypeError(f"act_order={self.act_order!r} must be True or False")
+        largest = max(self.m * self.layout.k_packed, self.m * self.n, self.layout.n_packed * self.layout.k_packed // 8)
+        if largest > MAX_ELEMENTS:
+            raise UnsupportedError(
+                f"m={self.m}, n={self.n}, k={self.k} needs a tensor of {largest} elements; {MAX_ELEMENTS} at most are supported"
+            )
+
+    # -- shape --------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Shapes of the packed weights."""
+        return Layout(self.n, self.k, self.group_size, self.act_order)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The tensors x, w (packed words), s (scales), then z (zeros) unless symmetric, then perm with act-order."""
+        layout = self.layout
+        specs = [
+            TensorSpec("x", (self.m, self.k), self.a_dtype),
+            TensorSpec("w", layout.words, "int32"),
+            TensorSpec("s", layout.columns, self.a_dtype),
+        ]
+        if self.zero_point != "symmetric":
+            specs.append(TensorSpec("z", layout.columns, "float32" if self.zero_point == "float" else self.a_dtype))
+        if self.act_order:
+            specs.append(TensorSpec("perm", (layout.k_packed,), "int32"))
+        return tuple(specs)
+
+    @property
+    def output(self) -> TensorSpec:
+        """The tensor y (m, n)."""
+        return TensorSpec("y", (self.m, self.n), self.a_dtype)
+
+    @property
+    def flops(self) -> int:
+        """2 m n k."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def min_bytes(self) -> int:
+        """x, y, half a byte a weight, and scales, zeros and order without their padding."""
+        item = DTYPES[self.a_dtype].itemsize
+        column = item + {"symmetric": 0, "asymmetric": item, "float": 4}[self.zero_point]
+        rows = (self.m * (self.k + self.n)) * item
+        return rows + -(-self.n * self.k // 2) + self.n * self.layout.groups * column + 4 * self.k * self.act_order
+
+    @property
+    def label(self) -> str:
+        """Such as "gemm m=16 n=4096 k=4096 float16xint4 g128 symmetric"."""
+        order = " act_order" if self.act_order else ""
+        shape = f"m={self.m} n={self.n} k={self.k}"
+        return f"gemm {shape} {self.a_dtype}x{self.b_dtype} g{self.group_size} {self.zero_point}{order}"
+
+    # -- tensors ------------------------------------------------------------------------------------
+
+    def make_inputs(self, seed: int, device: str = "cpu") -> list[torch.Tensor]:
+        """Normal x, random nibbles, scales that make y of order 1, zeros over their whole range, a random order of rows."""
+        import torch
+
+        gen = torch.Generator(device=device).manual_seed(seed)
+        layout, dtype = self.layout, DTYPES[self.a_dtype].torch()
+
+        def uniform(shape: Sequence[int]) -> torch.Tensor:
+            return torch.rand(shape, generator=gen, device=device)
+
+        x = torch.randn((self.m, self.k), generator=gen, device=device).to(dtype)
+        words = torch.randint(-(2**31), 2**31, layout.words, generator=gen, device=device, dtype=torch.int32)
+        out = [x, words, ((0.5 + uniform(layout.columns)) / (4.6 * self.k**0.5)).to(dtype)]
+        if self.zero_point == "asymmetric":
+            out.append(torch.randint(0, MAX_ZERO + 1, layout.columns, generator=gen, device=device).to(dtype))
+        elif self.zero_point == "float":
+            out.append(15 * uniform(layout.columns))
+        if self.act_order:
+            perm = torch.full((layout.k_packed,), -1, dtype=torch.int32, device=device)
+            perm[: self.k] = torch.randperm(self.k, generator=gen, device=device).to(torch.int32)
+            out.append(perm)
+        return out
+
+    def flatten_args(self, args: Sequence[Any]) -> list[Any]:
+        """(x, pw) -> x and the packed tensors, as numpy views when x is a numpy array; flat tensors pass as they are.
+
+        Sorted weights (act-order) in a call of a workload without act_order: x is gathered here.
+        """
+        if len(args) != 2 or not isinstance(args[1], PackedWeight):
+            return list(args)
+        x, pw = args
+        for name in ("k", "n"):
+            if getattr(pw, name) != getattr(self, name):
+                raise ArgumentError(f"pw has {name}={getattr(pw, name)}, this module was made for {name}={getattr(self, name)}")
+        if pw.layout.rows_per_group != self.layout.rows_per_group:
+            raise ArgumentError(f"pw has group_size={pw.group_size}, this module was made for group_size={self.group_size}")
+        tensors = pw.tensors(self.a_dtype, self.zero_point, self.act_order)
+        if not self.act_order and pw.order is not None:
+            x = _gathered(x, pw.order)
+        if type(x).__module__ == "numpy":
+            return [x, *(_as_numpy(t) for t in tensors)]
+        return [x, *tensors]
+
+    # -- what it computes ---------------------------------------------------------------------------
+
+    def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Y (m, n) in float64 from x and the packed tensors, on their device, a few column tiles at a time."""
+        import torch
+
+        x = self._packed_rows(*inputs)
+        step = max(1, _REFERENCE_ELEMENTS // (TILE_N * self.layout.k_packed))
+        tiles = range(0, self.layout.words[0], step)
+        return torch.cat([x @ self._dequantised(inputs, start, start + step) for start in tiles], dim=1)[:, : self.n]
+
+    def baseline(self, *inputs: torch.Tensor) -> tuple[str, Callable[[], Any]]:
+        """(name, callable) of what a user would run without kronsched: torch's matmul on weights dequantised beforehand."""
+        import torch
+
+        x = self._packed_rows(*inputs).to(inputs[0].dtype)
+        step = max(1, _REFERENCE_ELEMENTS // (TILE_N * self.layout.k_packed))
+        tiles = range(0, self.layout.words[0], step)
+        dense = torch.cat([self._dequantised(inputs, i, i + step).to(x.dtype) for i in tiles], dim=1)[:, : self.n].contiguous()
+        return f"torch matmul {self.a_dtype}", lambda: x @ dense
+
+    def _packed_rows(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Columns of x in float64 in the order of the packed rows, zeros for padding: (m, k_packed)."""
+        x, layout = inputs[0].double(), self.layout
+        padded = x.new_zeros((self.m, layout.k_packed))
+        if not self.act_order:
+            padded[:, : self.k] = x
+            return padded
+        real = inputs[-1] >= 0
+        padded[:, real] = x[:, inputs[-1][real].long()]
+        return padded
+
+    def _dequantised(self, inputs: Sequence[torch.Tensor], first: int, last: int) -> torch.Tensor:
+        """The weights of some column tiles in float64: (k_packed, columns)."""
+        layout = self.layout
+        groups = row_groups(layout, inputs[1].device)
+        q = unpack_words(inputs[1][first:last], layout).double()
+        q -= NEUTRAL if self.zero_point == "symmetric" else unpack_columns(inputs[3][first:last]).double()[groups]
+        return q.mul_(unpack_columns(inputs[2][first:last]).double()[groups])
+
+    def program(self) -> tvm.IRModule:
+        """TensorIR: rows gathered, weights dequantised, product in float32, rounded."""
+        import tvm
+        from tvm import te
+
+        placeholders, stages = w4_stages(self)
+        func = te.create_prim_func([*placeholders, stages[-1]]).with_attr("global_symbol", "main")
+        return tvm.IRModule({"main": func})
+
+
+def w4_stages(w: Gemm) -> tuple[list[Any], list[Any]]:
+    """(placeholders, stages) of the te program.
+
+    Stages: xp (m, k_packed) x in float32 in packed order; wd (k_packed, n_packed) float32; acc (m, n_packed) float32; y (m, n).
+    """
+    from tvm import te, tirx
+
+    layout = w.layout
+    placeholders = {t.name: te.placeholder(t.shape, name=t.name, dtype=t.dtype) for t in w.inputs}
+    x, words, scales = placeholders["x"], placeholders["w"], placeholders["s"]
+
+    def gathered(i: Any, k: Any) -> Any:
+        zero = tirx.const(0, "float32")
+        if w.act_order:
+            source = placeholders["perm"][k]
+            return tirx.if_then_else(source >= 0, x[i, source].astype("float32"), zero)
+        inside = x[i, k].astype("float32")
+        return inside if layout.k_packed == w.k else tirx.if_then_else(k < w.k, inside, zero)
+
+    def dequantised(k: Any, n: Any) -> Any:
+        q = nibble(words, n, k).astype("float32")
+        column = (n // TILE_N, tirx.min(k // layout.rows_per_group, layout.groups - 1), column_index(n % TILE_N))
+        zero = tirx.const(NEUTRAL, "float32") if w.zero_point == "symmetric" else placeholders["z"][column].astype("float32")
+        return (q - zero) * scales[column].astype("float32")
+
+    xp = te.compute((w.m, layout.k_packed), gathered, name="xp")
+    wd = te.compute((layout.k_packed, layout.n_packed), dequantised, name="wd")
+    k = te.reduce_axis((0, layout.k_packed), name="kk")
+    acc = te.compute((w.m, layout.n_packed), lambda i, j: te.sum(xp[i, k] * wd[k, j], axis=k), name="acc")
+    y = te.compute((w.m, w.n), lambda i, j: acc[i, j].astype(w.a_dtype), name="y")
+    return list(placeholders.values()), [xp, wd, acc, y]
+
+
+def nibble(words: Any, n: Any, k: Any) -> Any:
+    """The 4-bit value of weight (k, n) as an int32 expression; the index arithmetic of kronsched/quant/layout.py."""
+    strip, c, g = n % TILE_N // 16, n % 16 // 8, n % 8
+    half, h, t, s, e, f = k % TILE_K // 64, k % 64 // 32, k % 32 // 8, k % 8 // 4, k % 4 // 2, k % 2
+    lane = g * 4 + t
+    word = words[n // TILE_N, k // TILE_K, ((strip * 2 + half) * 32 + lane) * 4 + h * 2 + s]
+    return (word >> (4 * (2 * e + c) + 16 * f)) & 15
+
+
+def column_index(n: Any) -> Any:
+    """Where column n of a tile stands among its 64 scales."""
+    return n % 8 * 8 + n // 16 * 2 + n % 16 // 8
+
+
+def _gathered(x: Any, order: torch.Tensor) -> Any:
+    """Columns of x (torch or numpy) in another order; x itself when it is not what a call takes, for the call to say so."""
+    if getattr(x, "ndim", 0) != 2 or x.shape[1] != len(order):
+        return x
+    if type(x).__module__ == "numpy":
+        return x[:, order.numpy()] if order.device.type == "cpu" else x
+    return x.index_select(1, order) if x.device == order.device else x
+
+
+def _as_numpy(tensor: torch.Tensor) -> Any:
+    """A numpy view of a CPU tensor (bfloat16 through ml_dtypes); a CUDA tensor stays what it is, to be refused by name."""
+    if tensor.device.type != "cpu":
+        return tensor
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name == "bfloat16":
+        import torch
+
+        return tensor.view(torch.int16).numpy().view(DTYPES[name].numpy())
+    return tensor.numpy()
+
+
+def _positive(field_name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(f"{field_name}={value!r} must be an int ≥ 1")
+    number = int(value.__index__())
+    if number < 1:
+        raise ArgumentError(f"{field_name}={number} is not allowed: an int ≥ 1 is needed")
+    return number
