@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kronsched.nn.functional import kron_matmul as kron_matmul
     from kronsched.records.replay import replay as replay
     from kronsched.registry import register_family as register_family
     from kronsched.registry import register_schedule as register_schedule
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
     from kronsched.runtime.module import TunedModule as TunedModule
     from kronsched.search.tuner import TuneResult as TuneResult
     from kronsched.search.tuner import tune as tune
+    from kronsched.workloads.gemm import Gemm as Gemm
     from kronsched.workloads.kron import KronMatmul as KronMatmul
+    from kronsched.workloads.ks import KSMatmul as KSMatmul
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "KronMatmul": "kronsched.workloads.kron",
+    "KSMatmul": "kronsched.workloads.ks",
+    "Gemm": "kronsched.workloads.gemm",
     "tune": "kronsched.search.tuner",
     "TuneResult": "kronsched.search.tuner",
     "load": "kronsched.runtime.load",
+    "kron_matmul": "kronsched.nn.functional",
     "TunedModule": "kronsched.runtime.module",
     "replay": "kronsched.records.replay",
     "export": "kronsched.runtime.export",
@@ -34,10 +40,13 @@ _WHERE = {
     "register_schedule": "kronsched.registry",
     "register_strategy": "kronsched.registry",
 }
+_PACKAGES = ("nn", "quant")  # reachable as kronsched.nn without an import of their own
 __all__ = [*_WHERE, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"kronsched.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'kronsched' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -23,10 +23,21 @@ if TYPE_CHECKING:
 _BUILTIN: dict[str, dict[str, str]] = {
     "families": {
         "kron": "kronsched.workloads.kron:KronMatmul",
+        "ks": "kronsched.workloads.ks:KSMatmul",
+        "gemm": "kronsched.workloads.gemm:Gemm",
     },
     "schedules": {
+        "gemm_w4a16_cuda": "kronsched.schedules.gemm_w4a16_cuda:GemmW4A16Cuda",
+        "gemm_w4a16_cpu": "kronsched.schedules.gemm_w4a16_cpu:GemmW4A16Cpu",
+        "kron_cuda_wgmma": "kronsched.schedules.kron_cuda_wgmma:KronCudaWgmma",
         "kron_cuda_simt": "kronsched.schedules.kron_cuda_simt:KronCudaSimt",
+        "kron_cuda_chain": "kronsched.schedules.kron_cuda_chain:KronCudaChain",
+        "kron_cuda_mma": "kronsched.schedules.kron_cuda_mma:KronCudaMma",
         "kron_cpu": "kronsched.schedules.kron_cpu:KronCpu",
+        "ks_cpu": "kronsched.schedules.ks_cpu:KSCpu",
+        "ks_cuda_simt": "kronsched.schedules.ks_cuda_simt:KSCudaSimt",
+        "ks_cuda_mma": "kronsched.schedules.ks_cuda_mma:KSCudaMma",
+        "ks_cuda_mma_last": "kronsched.schedules.ks_cuda_mma:KSCudaMmaLast",
     },
     "strategies": {
         "distinctive": "kronsched.search.distinctive:Distinctive",
@@ -118,6 +129,12 @@ def schedules_for(workload: Workload, device: Device) -> list[Schedule]:
             if instance.supports(workload, device) is None:
                 found.append(instance)
     return found
+
+
+def schedules_of(family: str) -> list[Schedule]:
+    """All schedules of a family, whatever they serve, in order of name."""
+    classes = (_get("schedules", name) for name in _names("schedules"))
+    return [cls() for cls in classes if cls.family == family]
 
 
 def workload_from_dict(data: Mapping[str, Any]) -> Workload:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kronsched.cli.options import FamilyGroup, compiler_option, json_option, target_option
-from kronsched.cli.output import only_json, print_json
+from kronsched.cli.output import config_text, only_json, print_json
 
 if TYPE_CHECKING:
     from kronsched.workloads.base import Workload
@@ -18,13 +19,18 @@ _OWN = (_OUT, target_option, compiler_option, json_option)
 
 def _emit(what: Workload | str, *, out: str, target: str, compiler: str, as_json: bool) -> int:
     from kronsched.runtime.export import emit as run_emit
+    from kronsched.runtime.manifest import Manifest
 
     with only_json(as_json):
         files = [str(path) for path in run_emit(what, out, target, compiler=compiler)]
+        manifest = Manifest.load(Path(out))
     if as_json:
-        print_json({"out": out, "files": files})
+        about = {"space": manifest.space, "config": manifest.config, "origin": manifest.origin, "device": manifest.device}
+        print_json({"out": out, "files": files, **about})
     else:
         click.echo("\n".join(files))
+        click.echo(f"{manifest.space}: {config_text(manifest.config)}")
+        click.echo(f"for {manifest.device}; {manifest.origin}")
     return 0
 
 

@@ -20,6 +20,8 @@ from kronsched.cli.plugins import import_plugin
 from kronsched.cli.records import replay, report, show, thin
 from kronsched.cli.simulate import simulate
 from kronsched.cli.space import space
+from kronsched.cli.strategies import strategies
+from kronsched.cli.train import train
 from kronsched.cli.tune import tune
 from kronsched.errors import KronschedError, UserError
 
@@ -36,7 +38,7 @@ def cli(plugins: tuple[str, ...], debug: bool) -> None:
         import_plugin(plugin)
 
 
-for _command in (tune, replay, show, space, emit, bench, report, compare, thin, simulate, doctor):
+for _command in (tune, replay, show, space, emit, bench, report, compare, thin, simulate, strategies, train, doctor):
     cli.add_command(_command)
 
 

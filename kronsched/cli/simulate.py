@@ -8,9 +8,10 @@ import click
 
 from kronsched.cli.options import json_option
 from kronsched.cli.output import only_json, print_json, print_table, share_text
+from kronsched.cli.strategies import spread_text
 
 if TYPE_CHECKING:
-    from kronsched.search.simulate import SimulationResult, Spread
+    from kronsched.search.simulate import SimulationResult
 
 
 def _simulate(*, table: str, strategies: tuple[str, ...], seeds: int, trials: int, space: str | None, as_json: bool) -> int:
@@ -45,8 +46,8 @@ def _print(results: list[SimulationResult]) -> None:
     for result in results:
         rows.append(
             [result.strategy]
-            + [_spread(result.trials_to(share)) for share in SHARES]
-            + [_spread(result.seconds_to(share)) for share in SHARES]
+            + [spread_text(result.trials_to(share)) for share in SHARES]
+            + [spread_text(result.seconds_to(share)) for share in SHARES]
             + _means(result.to_dict())
         )
     calculated = [f"{first.random_trials_to(share)[1]:.0f}" for share in SHARES]
@@ -56,12 +57,6 @@ def _print(results: list[SimulationResult]) -> None:
     points = sorted({at for r in results for at, *_ in r.curve()})
     curves = [[r.strategy, *_curve(r, points)] for r in results]
     print_table("best so far, share of the optimum (median), after so many trials", ["strategy", *map(str, points)], curves)
-
-
-def _spread(spread: Spread) -> str:
-    """Such as "12 [8, 20]", with the number of runs that never got there."""
-    middle, low, high = (">limit" if v is None else f"{v:.3g}" for v in (spread.median, spread.q25, spread.q75))
-    return f"{middle} [{low}, {high}]" + (f" {spread.censored} censored" if spread.censored else "")
 
 
 def _means(data: dict[str, Any]) -> list[str]:

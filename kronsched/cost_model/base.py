@@ -35,6 +35,11 @@ class CostModel(abc.ABC):
         """Normalised feature vectors, shape (len(candidates), d), in which distances measure novelty."""
 
     @property
+    def experience(self) -> int:
+        """Of how many other shapes the model knew before the run started."""
+        return 0
+
+    @property
     @abc.abstractmethod
     def trained(self) -> bool:
         """Whether `predict` carries information."""

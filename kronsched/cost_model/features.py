@@ -6,8 +6,12 @@ Read first: `Featurizer.row` (the columns of one config) and `Featurizer.matrix`
 |---|---|---|
 | knob | `knob.<name>` for numbers and booleans, `knob.<name>=<value>` (0/1) for strings | what the search changes |
 | sched | `sched.<name>` from `Schedule.features`: waves, occupancy, bytes a memory level… | what decides the time |
+| sched | `sched.<name>` from `derived`: threads that are there at all, rough times | small shapes leave a GPU idle |
 | shape | log2 of FLOPs, bytes, intensity and every number of the workload | transfer across shapes; constant in a run |
 | device | log2 of units, bandwidth, peak rate, shared memory | transfer across devices; constant in a run |
+
+What a schedule reports in megabytes (`…_mb`) or microseconds (`…_us`) becomes a multiple of the least that the workload needs, so
+that a split learned on one shape means the same on another.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kronsched.errors import KronschedError
+from kronsched.hardware import floor_us
 from kronsched.space import Candidate, Config, SearchSpace
 
 if TYPE_CHECKING:
@@ -75,12 +80,21 @@ class Featurizer:
         self._without = frozenset(without)
         self._constant: dict[str, float] = {}
         if workload is not None and "shape" not in self._without:
-            self._constant.update(_shape_columns(workload))
-        if workload is not None and device is not None and "device" not in self._without:
-            self._constant.update(_device_columns(workload, device))
+            self._constant.update(shape_columns(workload))
+        self._scale = {"_mb": 1.0, "_us": 1.0}
+        if workload is not None and device is not None:
+            self._scale = {"_mb": max(1, workload.min_bytes) / 1e6, "_us": max(1e-6, floor_us(workload, device))}
+            if "device" not in self._without:
+                self._constant.update(_device_columns(workload, device))
         self._number = {k.name for k in space.knobs if all(isinstance(v, int | float) for v in k.values)}
+        self._named = {k.name for k in space.knobs} - self._number
         self._embedding = _Embedding(space)
-        self._rows: dict[Candidate, np.ndarray] = {}
+        self._blank = np.empty(0, dtype=np.float32)
+        self._store = np.empty((0, 0), dtype=np.float32)
+        self._by_value: dict[Candidate, int] = {}
+        # Hashing a candidate costs more than all else here; the objects are kept, so that no other gets the same id.
+        self._by_id: dict[int, int] = {}
+        self._kept: list[Candidate] = []
 
     def row(self, config: Config) -> dict[str, float]:
         """Column name to value. Values may be NaN or infinite where the schedule says so; missing columns mean unknown."""
@@ -98,24 +112,46 @@ class Featurizer:
                 features = self._schedule.features(self._workload, config, self._device)
             except KronschedError:  # a config the plan rejects: all its columns are missing
                 features = {}
-            out.update((f"sched.{name}", float(value)) for name, value in features.items())
+            for name, value in features.items():
+                out[f"sched.{name}"] = float(value) / self._scale.get(name[-3:], 1.0)
+            more = derived(features, self._scale["_us"], self._device)
+            out.update((f"sched.{name}", value) for name, value in more.items())
         return out
 
     def matrix(self, candidates: Sequence[Candidate]) -> np.ndarray:
         """Rows, shape (len(candidates), len(columns)), float32, kept for the next call. Unknown and non-finite values are NaN."""
-        rows = []
-        for candidate in candidates:
-            row = self._rows.get(candidate)
-            if row is None:
-                row = self._rows[candidate] = self._vector(self.row(candidate.config))
-            rows.append(row)
-        width = len(self.columns)
-        if all(len(row) == width for row in rows):
-            return np.array(rows, dtype=np.float32).reshape(len(rows), width)
-        out = np.full((len(rows), width), np.nan, dtype=np.float32)
-        for i, row in enumerate(rows):
-            out[i, : len(row)] = row
+        at = self.positions(candidates)
+        self._widen()
+        out: np.ndarray = self._store[at]
         return out
+
+    def positions(self, candidates: Sequence[Candidate]) -> np.ndarray:
+        """A number (n,) for each candidate, the same at every call and counted from 0: for what others keep of candidates."""
+        at = [self._by_id.get(id(c), -1) for c in candidates]
+        for i, found in enumerate(at):
+            if found < 0:
+                at[i] = self._position(candidates[i])
+        return np.array(at, dtype=np.int64)
+
+    def _position(self, candidate: Candidate) -> int:
+        found = self._by_value.get(candidate)
+        if found is None:
+            found = self._by_value[candidate] = len(self._by_value)
+            vector = self._vector(self.row(candidate.config))
+            self._widen(found + 1)
+            self._store[found] = vector
+        self._by_id[id(candidate)] = found
+        self._kept.append(candidate)
+        return found
+
+    def _widen(self, rows: int = 0) -> None:
+        """Make room for rows and for columns that were added since: nothing is known of those in older rows."""
+        height, width = self._store.shape
+        if rows <= height and width == len(self.columns):
+            return
+        store = np.tile(self._empty(), (height if rows <= height else max(256, 2 * height), 1))
+        store[:height, :width] = self._store
+        self._store = store
 
     def embed(self, candidates: Sequence[Candidate]) -> np.ndarray:
         """See `CostModel.embed`: each knob adds at most 1 to the squared distance of two candidates."""
@@ -123,11 +159,61 @@ class Featurizer:
 
     def _vector(self, row: Mapping[str, float]) -> np.ndarray:
         at = [(self.columns.index(name), value) for name, value in row.items()]
-        out = np.full(len(self.columns), np.nan, dtype=np.float32)
+        out = self._empty().copy()
         for i, value in at:
-            if math.isfinite(value):
-                out[i] = value
+            out[i] = value if math.isfinite(value) else np.nan
         return out
+
+    def _empty(self) -> np.ndarray:
+        """A row of which nothing is known but that a knob does not have the values that only other shapes' spaces list."""
+        if len(self._blank) < len(self.columns):
+            names = self.columns.names[len(self._blank) :]
+            new = [0.0 if n.startswith("knob.") and n.partition("=")[0][5:] in self._named else np.nan for n in names]
+            self._blank = np.concatenate([self._blank, np.array(new, dtype=np.float32)])
+        return self._blank
+
+
+LAUNCH_US = 2.0
+"""About what a launch costs on a GPU, however little it does."""
+SHARED_RATE = 8.0
+"""About how many times as fast as global memory the shared memory of all SMs is together."""
+ENOUGH_BYTES = 32_768
+"""About how many bytes must be under way to an SM for its share of the bandwidth."""
+
+
+def derived(features: Mapping[str, float], floor: float, device: Device) -> dict[str, float]:
+    """Columns that follow from what CUDA schedules report, none where something is missing. floor: roofline time (µs).
+
+    Of a grid that does not fill the GPU once, only part of the threads that fit an SM are there; what they hold and how long
+    each of them works decides the time of small shapes (`active_…`, `serial_…`). `log_…`: rough times of the parts of a kernel,
+    as log2 of a multiple of roofline plus launch, so that a bandwidth-bound shape and a tiny one can teach each other.
+    """
+    try:
+        waves, threads = float(features["waves"]), float(features["threads_per_sm"])
+        elements, items = float(features["elements_per_thread"]), float(features["items_per_thread"])
+        in_flight, blocks, launches = (float(features[n]) for n in ("bytes_in_flight", "blocks", "launches"))
+        global_us = float(features["global_mb"]) * 1e3 / device.bandwidth_gbs
+        shared_us = float(features["shared_mb"]) * 1e3 / device.bandwidth_gbs / SHARED_RATE
+    except KeyError:
+        return {}
+    if not (math.isfinite(waves) and blocks > 0):
+        return {}
+    filled = min(1.0, waves)
+    serial = items * math.ceil(waves)
+    global_us *= max(1.0, ENOUGH_BYTES / max(1.0, in_flight * filled))
+    shared_us /= min(1.0, blocks / device.units)
+    launch_us, unit = LAUNCH_US * launches, floor + LAUNCH_US
+    return {
+        "active_threads": threads * filled,
+        "active_elements": threads * filled * elements,
+        "active_bytes": in_flight * filled,
+        "serial_items": serial,
+        "serial_elements": serial * elements,
+        "log_global": _log(global_us / unit),
+        "log_shared": _log(shared_us / unit),
+        "log_longest": _log((max(global_us, shared_us) + launch_us) / unit),
+        "log_sum": _log((global_us + shared_us + launch_us) / unit),
+    }
 
 
 class _Embedding:
@@ -165,12 +251,13 @@ class _Embedding:
         return out
 
 
-def _shape_columns(workload: Workload) -> dict[str, float]:
+def shape_columns(workload: Workload) -> dict[str, float]:
+    """Columns that are the same for every config of a workload, on a log2 scale."""
     out = {
         "shape.flops": _log(workload.flops),
         "shape.bytes": _log(workload.min_bytes),
         "shape.intensity": _log(workload.flops / max(1, workload.min_bytes)),
-        "shape.item_bytes": float(workload.inputs[0].nbytes / max(1, workload.inputs[0].size)),
+        "shape.item_bytes": _log(workload.inputs[0].nbytes / max(1, workload.inputs[0].size)),
     }
     for name, value in workload.to_dict().items():
         numbers = list(_numbers(value))

@@ -1,21 +1,20 @@
 """The learned cost model: gradient-boosted trees that rank the candidates of one workload.
 
-Read first: `XgbModel.predict` (fits when there is something new), `labels` (what is learned), `Booster` (a fitted model and its
-file format), `fit_groups` (a prior from other shapes).
+Read first: `XgbModel.predict` (fits when there is something new), `labels` (what is learned), `Booster` (a fitted
+model), `fit_groups` (several workloads at once).
 
-A tuning run has tens of observations, so the model is refitted from all of them each round (about 20 ms). What other shapes
-have taught comes in as a prior: a second, fixed booster whose score is the margin the fitted trees start from. So a wrong prior
-is corrected by few observations, and its size costs nothing in a round.
+A tuning run has tens of observations, so the model is refitted from all of them each round. What other shapes have taught comes
+in as a prior: fixed boosters whose score is the margin that the fitted trees start from, times the trust that the observations
+leave in it (`trust`). So a wrong prior is corrected by few observations.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from kronsched.space import Candidate
 if TYPE_CHECKING:
     from kronsched.search.base import Observation
 
-FORMAT = 1
 LEVELS = 31
 """Grades of relevance."""
 OBJECTIVES = ("rank", "log", "throughput")
@@ -39,8 +37,9 @@ class XgbOptions:
 
     objective: "rank" (pairwise ranking), "log" (regression on log time) or "throughput" (regression on best time / time).
     trees, depth, eta: size of the ensemble.  pairs: pairs drawn a candidate for ranking.  clip: times over e^clip times the best
-    are all as bad.  prior_weight: factor on the score of the prior.  prior_fades: observations after which that factor has
-    halved, since what was measured here says more than other shapes do.  threads: of xgboost.
+    are all as bad.  sample, columns: share of the rows a tree and of the columns a node is grown from.  forest: trees grown side
+    by side and averaged in each step.  prior_trust: sum of squares of a prior's scores (log units) that it takes to halve the
+    trust in one that the observations do not confirm.  threads: of xgboost.
     """
 
     objective: str = "rank"
@@ -48,9 +47,11 @@ class XgbOptions:
     depth: int = 4
     eta: float = 0.15
     pairs: int = 8
-    clip: float = 2.5
-    prior_weight: float = 0.3
-    prior_fades: float = 16.0
+    clip: float = 2.0
+    sample: float = 1.0
+    columns: float = 1.0
+    forest: int = 1
+    prior_trust: float = 1.0
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -108,58 +109,30 @@ class Booster:
         out: np.ndarray = self._model.inplace_predict(used, predict_type="margin").astype(np.float64)
         return out if margin is None else out + margin
 
-    # -- file ---------------------------------------------------------------------------------------
-
-    def save(self, path: str | Path, options: XgbOptions | None = None) -> None:
-        """Write one JSON object: format, xgboost version, columns, options, the model in xgboost's own JSON."""
-        import xgboost
-
-        data = {
-            "format": FORMAT,
-            "xgboost": xgboost.__version__,
-            "columns": list(self.columns),
-            "options": None if options is None else asdict(options),
-            "model": json.loads(bytes(self._model.save_raw("json"))),
-        }
-        Path(path).write_text(json.dumps(data, separators=(",", ":")), encoding="utf-8")
+    def to_json(self) -> bytes:
+        """The model in xgboost's own JSON."""
+        return bytes(self._model.save_raw("json"))
 
     @classmethod
-    def load(cls, path: str | Path, columns: Columns | None = None, threads: int = 1) -> Booster:
-        """Read what `save` wrote; nothing is unpickled.
-
-        columns: empty columns are filled with the model's, others must begin with them.  Raises ModelError when the file is no
-        model, was written by a newer format or another major version of xgboost, or has other columns.
-        """
+    def from_json(cls, path: Path, columns: Sequence[str], threads: int = 1) -> Booster:
+        """Read what `to_json` gave from a file; nothing is unpickled. Raises ModelError with one line."""
         import xgboost
 
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            form, version, names, model = data["format"], str(data["xgboost"]), list(data["columns"]), data["model"]
-        except OSError as e:
-            raise ModelError(f"cost model {str(path)!r} cannot be read: {e.strerror or e}") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as e:
-            raise ModelError(f"cost model {str(path)!r} is damaged: {type(e).__name__}: {e}") from None
-        if form != FORMAT:
-            raise ModelError(f"cost model {str(path)!r}: format={form!r} is not supported, only {FORMAT}")
-        if version.split(".")[0] != xgboost.__version__.split(".")[0]:
-            raise ModelError(f"cost model {str(path)!r} was written by xgboost {version}, this is {xgboost.__version__}")
-        if not all(isinstance(n, str) for n in names):
-            raise ModelError(f"cost model {str(path)!r} is damaged: columns must be strings")
-        if columns is not None:
-            if len(columns) == 0:
-                for name in names:
-                    columns.index(name)
-            elif columns.names[: len(names)] != names:
-                raise ModelError(f"cost model {str(path)!r} has other columns than are used here")
         booster = xgboost.Booster({"nthread": threads})
         try:
-            booster.load_model(bytearray(json.dumps(model), "utf-8"))
+            booster.load_model(bytearray(path.read_bytes()))
             width = booster.num_features()
+        except OSError as e:
+            raise ModelError(f"cost model {str(path)!r} cannot be read: {e.strerror or e}") from None
         except xgboost.core.XGBoostError as e:
-            raise ModelError(f"cost model {str(path)!r} is damaged: {str(e).splitlines()[0]}") from None
-        if width != len(names):
-            raise ModelError(f"cost model {str(path)!r} is damaged: {len(names)} columns named, {width} in the model")
-        return cls(booster, names)
+            raise ModelError(f"cost model {str(path)!r} is damaged: {_first_line(str(e))}") from None
+        if width != len(columns):
+            raise ModelError(f"cost model {str(path)!r} is damaged: {len(columns)} columns named, {width} in the model")
+        return cls(booster, columns)
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "unknown error")
 
 
 def fit_groups(
@@ -177,12 +150,16 @@ def fit_groups(
     width = len(columns)
     rows = np.vstack([np.pad(f, ((0, 0), (0, width - f.shape[1])), constant_values=np.nan) for f, _, _ in parts])
     # xgboost refuses infinity and takes a column that is NaN throughout.
-    data = xgboost.DMatrix(np.where(np.isfinite(rows), rows, np.nan), label=np.concatenate([y for _, y, _ in parts]))
+    label = np.concatenate([y for _, y, _ in parts])
+    data = xgboost.DMatrix(np.where(np.isfinite(rows), rows, np.nan), label=label, nthread=options.threads)
     params: dict[str, Any] = {
         "max_depth": options.depth,
         "eta": options.eta,
         "nthread": options.threads,
         "seed": seed,
+        "subsample": options.sample,
+        "colsample_bynode": options.columns,
+        "num_parallel_tree": options.forest,
         "base_score": 0.0,
         "objective": "reg:squarederror",
     }
@@ -193,33 +170,58 @@ def fit_groups(
             "lambdarank_pair_method": "mean",
             "lambdarank_num_pair_per_sample": options.pairs,
         }
-    else:
+    elif not margins:
         params["base_score"] = float(np.mean(np.concatenate([y for _, y, _ in parts])))
+    if len(parts) > 1 and options.objective != "rank":  # a workload of many records says no more than one of few
+        data.set_weight(np.concatenate([np.full(len(y), len(rows) / len(parts) / len(y)) for _, y, _ in parts]))
     if margins:
-        data.set_base_margin(np.concatenate([margins[i] for _, _, i in parts]))
+        shifted = [margins[i] + (0.0 if options.objective == "rank" else np.mean(y - margins[i])) for _, y, i in parts]
+        data.set_base_margin(np.concatenate(shifted))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         model = xgboost.train(params, data, num_boost_round=options.trees)
     return Booster(model, columns.names)
 
 
+class Scorer(Protocol):
+    """What a prior must do: score features whose columns are its own, or its own and more."""
+
+    def score(self, features: np.ndarray) -> np.ndarray:
+        """Scores (n,) of features (n, columns)."""
+
+
+def trust(prior: np.ndarray, label: np.ndarray | None, evidence: float) -> float:
+    """The factor on a prior's scores (n,), given what was measured (n,): 1 without evidence, 0 where it is contradicted.
+
+    The slope of a regression of the labels on the scores, drawn towards 1 with the weight `evidence`. Measured candidates that
+    the prior scores alike say little about it, and move the factor little.
+    """
+    if label is None or len(prior) < 2:
+        return 1.0
+    x, y = prior - prior.mean(), label - label.mean()
+    return float(np.clip((x @ y + evidence) / max(1e-9, float(x @ x) + evidence), 0.0, 1.0))
+
+
 class XgbModel(CostModel):
     """Ranks the candidates of one space for one workload. Deterministic given seed and observations.
 
-    featurizer: features of the candidates.  prior: a booster from other shapes, fitted on columns that the featurizer's begin
-    with.  Before two distinguishable observations the score is the prior's, or zero without one.
+    featurizer: features of the candidates.  prior: what other shapes taught, on columns that the featurizer's begin with; its
+    scores are best used when they estimate the log of best / time.  Before two distinguishable observations the score is the
+    prior's, or zero without one.
     """
 
     def __init__(
-        self, featurizer: Featurizer, options: XgbOptions | None = None, seed: int = 0, prior: Booster | None = None
+        self, featurizer: Featurizer, options: XgbOptions | None = None, seed: int = 0, prior: Scorer | None = None
     ) -> None:
         """Start with the prior only."""
         self.featurizer = featurizer
         self.options = options or XgbOptions()
         self._seed = seed
-        self._prior = prior
+        self.prior = prior
         self._seen: dict[str, Observation] = {}
         self._booster: Booster | None = None
+        self._trust = 1.0
+        self._known = np.empty(0)
         self._stale = False
 
     def update(self, observations: Sequence[Observation]) -> None:
@@ -232,10 +234,10 @@ class XgbModel(CostModel):
         """Scores; differences mean something, the scale does not."""
         if self._stale:
             self._fit()
-        if not candidates or (self._booster is None and self._prior is None):
+        if not candidates or (self._booster is None and self.prior is None):
             return np.zeros(len(candidates))
         features = self.featurizer.matrix(candidates)
-        margin = self._margin(features)
+        margin = self._trust * self._prior_scores(candidates, features)
         return margin if self._booster is None else self._booster.score(features, margin)
 
     def embed(self, candidates: Sequence[Candidate]) -> np.ndarray:
@@ -247,7 +249,12 @@ class XgbModel(CostModel):
         """Whether there is a prior or something was learned."""
         if self._stale:
             self._fit()
-        return self._prior is not None or self._booster is not None
+        return self.prior is not None or self._booster is not None
+
+    @property
+    def experience(self) -> int:
+        """Shapes that the prior was fitted on."""
+        return 0 if self.prior is None else int(getattr(self.prior, "groups", 1))
 
     def booster(self) -> Booster | None:
         """What was fitted on the observations so far."""
@@ -255,16 +262,27 @@ class XgbModel(CostModel):
             self._fit()
         return self._booster
 
-    def _margin(self, features: np.ndarray) -> np.ndarray:
-        if self._prior is None:
-            return np.zeros(len(features))
-        fade = 1.0 + len(self._seen) / self.options.prior_fades
-        return self.options.prior_weight / fade * self._prior.score(features)
+    def _prior_scores(self, candidates: Sequence[Candidate], features: np.ndarray) -> np.ndarray:
+        """The prior's scores (n,), each candidate's computed once; zeros without a prior."""
+        if self.prior is None:
+            return np.zeros(len(candidates))
+        at = self.featurizer.positions(candidates)
+        if len(self._known) <= at.max(initial=-1):
+            self._known = np.concatenate([self._known, np.full(int(at.max()) + 1 + len(self._known), np.nan)])
+        new = np.flatnonzero(np.isnan(self._known[at]))
+        if len(new):
+            self._known[at[new]] = self.prior.score(features[new])
+        out: np.ndarray = self._known[at]
+        return out
 
     def _fit(self) -> None:
         self._stale = False
         told = list(self._seen.values())
         features = self.featurizer.matrix([o.candidate for o in told])
         costs = np.array([np.nan if o.cost_us is None else o.cost_us for o in told])
-        margins = [] if self._prior is None else [self._margin(features)]
+        margins = []
+        if self.prior is not None:
+            scores = self._prior_scores([o.candidate for o in told], features)
+            self._trust = trust(scores, labels(costs, replace(self.options, objective="log")), self.options.prior_trust)
+            margins.append(self._trust * scores)
         self._booster = fit_groups([Group(features, costs)], self.featurizer.columns, self.options, self._seed, margins)

@@ -6,7 +6,6 @@ from typing import Protocol
 
 from kronsched.hardware.device import Device
 
-
 TF32_PRODUCTS = 3
 """TF32 products of a float32 product: high·high, high·low and low·high parts."""
 
@@ -30,8 +29,8 @@ class Costed(Protocol):
 def floor_us(workload: Costed, device: Device) -> float:
     """The larger of min_bytes / bandwidth and flops / peak of the compute dtype, in microseconds.
 
-    float32 counts at the rate of its multiply-adds or of three TF32 products each (float32-level error on tensor cores), whichever
-    is higher. A dtype without a known rate counts at the float32 rate, which every 16-bit kernel can reach by converting.
+    float32 counts at the rate of its multiply-adds or of three TF32 products each (float32-level error on tensor cores),
+    whichever is higher. A dtype without a known rate counts at the float32 rate, which a kernel can reach by converting.
     """
     float32 = max(device.peak_gflops["float32"], device.peak_gflops.get("tfloat32", 0.0) / TF32_PRODUCTS)
     known = None if workload.compute_dtype == "float32" else device.peak_gflops.get(workload.compute_dtype)

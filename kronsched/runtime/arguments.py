@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from kronsched.runtime import huge_pages
 from kronsched.workloads.base import TensorSpec, Workload
 
 if TYPE_CHECKING:
@@ -33,12 +34,14 @@ class TorchSignature:
 
     def fits(self, tensors: Sequence[Any]) -> bool:
         """Whether every tensor can be used as it is: no error, no copy, no autograd, no tensor subclass."""
+        import torch
         from torch.autograd import forward_ad
 
         if len(tensors) != len(self.inputs):
             return False
+        recording = torch.is_grad_enabled()
         for t, (dtype, shape) in zip(tensors, self.inputs, strict=True):
-            if type(t) not in self._plain or t.dtype is not dtype or t.shape != shape or t.requires_grad:
+            if type(t) not in self._plain or t.dtype is not dtype or t.shape != shape or (recording and t.requires_grad):
                 return False
             if t.device != self.device or not t.is_contiguous() or t.is_neg() or not self.aligned(t):
                 return False
@@ -53,7 +56,10 @@ class TorchSignature:
         import torch
 
         dtype, shape = self.output
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        if self.device.type == "cpu":
+            huge_pages.advise(out.data_ptr(), out.nbytes)
+        return out
 
 
 def check_count(specs: Sequence[TensorSpec], given: int, workload: Workload) -> None:
@@ -109,8 +115,17 @@ def check_torch(spec: TensorSpec, tensor: torch.Tensor, device: torch.device, na
         raise ArgumentTypeError(f"{name} has layout {tensor.layout}, torch.strided is needed")
 
 
-def check_grad(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], out: torch.Tensor | None) -> None:
-    """UnsupportedError when autograd would have to record the call."""
+def needs_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether autograd has to record a call with these inputs."""
+    import torch
+
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def check_grad(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], out: torch.Tensor | None, gradient: str | None = None
+) -> None:
+    """UnsupportedError when autograd would have to record the call and cannot: there is no `gradient`, or there is an `out`."""
     import torch
 
     for spec, tensor in zip(specs, tensors, strict=True):
@@ -122,10 +137,11 @@ def check_grad(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], out
             raise UnsupportedError(f"{spec.name} carries a tangent: forward-mode differentiation is not supported yet")
     if torch.is_grad_enabled():
         for spec, tensor in zip(specs, tensors, strict=True):
-            if tensor.requires_grad:
-                raise UnsupportedError(f"{spec.name} requires grad: backward is not supported yet; use torch.no_grad()")
+            if tensor.requires_grad and (gradient is None or out is not None):
+                why = "backward is not supported yet" if out is None else "out= is not allowed where gradients are recorded"
+                raise UnsupportedError(f"{spec.name} requires grad: {why}; use torch.no_grad()")
         if out is not None and out.requires_grad:
-            raise UnsupportedError("out requires grad: backward is not supported yet; use torch.no_grad()")
+            raise UnsupportedError("out requires grad: out= is not allowed where gradients are recorded; use torch.no_grad()")
 
 
 def carries_tangent(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from kronsched.records.schema import TuningRecord
 
 
+DEFAULT = "default, not measured"
+"""The origin of a module of which nothing was measured or predicted."""
+
+
 def load(
     what: Workload | str | os.PathLike[str],
     workload: Workload | None = None,
@@ -42,8 +46,8 @@ def load(
     """Load a module that can be called.
 
     what: a workload (its best record for this device: the user's logs first, then the shipped ones; without any record the
-    schedule's default config, and `TunedModule.measured` is False), the path of a tuning log (its best record; `workload` chooses
-    when it holds several), or a directory written by `export`.
+    cost model's choice or the schedule's default config, see `choose_config`, and `TunedModule.measured` is False), the path of a
+    tuning log (its best record; `workload` chooses when it holds several), or a directory written by `export`.
     device: "auto" (a CUDA GPU if there is one, else this CPU), "cpu", "cuda" or "cuda:N".  compiler: "nvrtc" or "nvcc".
 
     Raises ArgumentError for a path or workload that cannot be used and UnsupportedError when this machine lacks the device.
@@ -63,12 +67,26 @@ def load(
 
 
 def choose_config(workload: Workload, device: Device) -> tuple[str, dict[str, object], str]:
-    """(space, config, origin) when nothing was measured: the default of the first schedule that serves the workload."""
+    """(space, config, origin) when nothing was measured: the cost model's choice where it is clearly better, else the default.
+
+    origin: "predicted, not measured" or "default, not measured". Without a model for this device (see
+    `kronsched.cost_model.pretrained`) it is the default of the first schedule that serves the workload.
+    """
     schedules = registry.schedules_for(workload, device)
     if not schedules:
         raise UnsupportedError(f"{workload.label}: no schedule of this version serves it on {device.name} ({device.kind})")
-    schedule = schedules[0]
-    return schedule.name, dict(schedule.default_config(workload, device)), "default, not measured"
+    if not any(_has_model(schedule.name) for schedule in schedules):  # then neither xgboost nor the search is imported
+        return schedules[0].name, dict(schedules[0].default_config(workload, device)), DEFAULT
+    from kronsched.search.predict import predict
+
+    found = predict(workload, device, schedules)
+    return found.schedule.name, dict(found.candidate.config), found.origin
+
+
+def _has_model(space: str) -> bool:
+    from kronsched.cost_model.pretrained import model_dirs
+
+    return any((folder / f"{space}.json").is_file() for folder in model_dirs())
 
 
 # -- the three sources ----------------------------------------------------------------------------------
@@ -79,7 +97,15 @@ def _load_workload(workload: Workload, device: Device, compiler: str) -> TunedMo
     if module is not None:
         return module
     space, config, origin = choose_config(workload, device)
-    artefact = get_or_build(workload, space, config, device, compiler)  # type: ignore[arg-type]
+    try:
+        artefact = get_or_build(workload, space, config, device, compiler)  # type: ignore[arg-type]
+    except (CompileError, InvalidConfig) as e:
+        if origin == DEFAULT:
+            raise
+        warnings.warn(f"the predicted config of {workload.label} cannot be built, the default is taken: {e}", stacklevel=3)
+        schedule = registry.schedule(space)
+        origin = DEFAULT
+        artefact = get_or_build(workload, space, dict(schedule.default_config(workload, device)), device, compiler)
     return TunedModule.from_artefact(artefact, device_index=device.index, origin=origin)
 
 

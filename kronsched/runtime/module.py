@@ -104,6 +104,16 @@ class TunedModule:
         """Where it runs: "cpu" or "cuda:N"."""
         return f"cuda:{self._index}" if self.manifest.kind == "cuda" else "cpu"
 
+    @property
+    def gradient(self) -> str | None:
+        """Where the gradient of the workload's family is, "module:function"; None when it has none.
+
+        The function takes (inputs, gradient of the output, which inputs need one) and returns a gradient or None for each input,
+        made of differentiable calls.
+        """
+        where: str | None = getattr(self.workload, "gradient", None)
+        return where
+
     def __repr__(self) -> str:
         time = f"{self.expected_us:.4g} us" if self.expected_us is not None else "time not measured"
         return f"<TunedModule {self.workload.label} on {self.device}, {time}, {self.space}>"
@@ -124,7 +134,8 @@ class TunedModule:
         the result back. Calls are thread-safe.
 
         out: a contiguous tensor or array of the output's shape and dtype that shares no memory with an input.
-        Raises ArgumentError or ArgumentTypeError naming the argument; UnsupportedError when an input requires grad.
+        Gradients (of any order) are recorded for families that have them (`KronMatmul`), without `out`.
+        Raises ArgumentError or ArgumentTypeError naming the argument; UnsupportedError where gradients cannot be recorded.
         """
         flat = self.workload.flatten_args(args)
         # Compiling comes first: torch.compile must not see, and guard on, a signature that a later plain call creates.
@@ -139,8 +150,9 @@ class TunedModule:
             return self._call_numpy(flat, out)
         import torch
 
-        if _is_compiling() or _is_traced() or not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in flat):
-            arguments.check_grad(specs, flat, out)
+        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in flat)
+        if _is_compiling() or _is_traced() or not plain or (out is None and arguments.needs_grad(flat)):
+            arguments.check_grad(specs, flat, out, self.gradient)
             from kronsched.runtime import ops
 
             return ops.call(self._handle, flat, out)

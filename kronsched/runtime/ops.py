@@ -2,18 +2,22 @@
 
 `kronsched::call(Tensor[] inputs, str artefact) -> Tensor`, `kronsched::call_out(Tensor[] inputs, Tensor(a!) out, str artefact)`.
 A module is named by its artefact directory, not by a number: a graph that torch cached on disk then still finds it in another
-process. Plain calls do not come here (a custom op costs more than a launch). Imports torch.
+process. Plain calls do not come here (a custom op costs more than a launch), calls that autograd records do. Imports torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kronsched import registry
 from kronsched.dtypes import DTYPES
+from kronsched.errors import UnsupportedError
 from kronsched.runtime import arguments
 from kronsched.runtime.manifest import Manifest
 from kronsched.runtime.module import TunedModule, find
@@ -49,6 +53,30 @@ def _call(inputs: Sequence[Tensor], artefact: str) -> Tensor:
 @torch.library.custom_op("kronsched::call_out", mutates_args=("out",))
 def _call_out(inputs: Sequence[Tensor], out: Tensor, artefact: str) -> None:
     _module(artefact, inputs[0].device.index or 0).call_torch(inputs, out)
+
+
+def _setup_context(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
+    tensors, ctx.artefact = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], None]:
+    label, where = _gradient(ctx.artefact)
+    if where is None:
+        raise UnsupportedError(f"backward of {label} is not supported yet; use torch.no_grad()")
+    module, _, function = where.partition(":")
+    rule = getattr(importlib.import_module(module), function)
+    return rule(ctx.saved_tensors, grad, ctx.needs_input_grad[0]), None
+
+
+@cache
+def _gradient(handle: str) -> tuple[str, str | None]:
+    """The label of a module's workload and where the gradient of its family is."""
+    workload = registry.workload_from_dict(_manifest(handle).workload)
+    return workload.label, getattr(workload, "gradient", None)
+
+
+_call.register_autograd(_backward, setup_context=_setup_context)
 
 
 @_call.register_fake

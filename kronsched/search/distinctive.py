@@ -36,6 +36,7 @@ class DistinctiveOptions:
 
     novelty: float = option(2.0, "exponent of novelty against score at the start; 0 turns distinctiveness off")
     explore: float = option(0.12, "share of a batch that is random at the start")
+    informed: float = option(0.25, "factor on both where the model knows other shapes; for one shape at least 0.5")
     explore_least: float = option(0.02, "share of a batch that is random in the long run")
     anneal: float = option(150.0, "measurements after which novelty and exploration have fallen to 37 %")
     patience: int = option(32, "measurements without a better one after which exploration rises again")
@@ -44,9 +45,9 @@ class DistinctiveOptions:
     parents: int = option(96, "candidates that a generation grows from")
     children: int = option(160, "new configs tried in a generation")
     generations: int = option(2, "generations a round")
-    fresh: int = option(64, "random candidates added to the pool a round")
+    fresh: int = option(32, "random candidates added to the pool a round")
     best_of: int = option(512, "pool candidates with the best scores from which a batch is picked")
-    keep: int = option(8192, "candidates scored in a round at most")
+    keep: int = option(4096, "candidates scored in a round at most")
     first: int = option(256, "random candidates from which the space-filling start is chosen")
 
 
@@ -68,6 +69,8 @@ class Distinctive(PoolStrategy):
     ) -> None:
         """Bind the strategy to a space and a model."""
         super().__init__(space, model, seed, start=start, options=options)
+        # One shape says little of another one; several say more.
+        self._caution = max(self.options.informed, 0.5 / model.experience) if model.experience else 1.0
         self._active = np.empty(0, dtype=np.int64)
         """Ids that are scored each round."""
         self._points = np.empty((0, 0))
@@ -112,7 +115,7 @@ class Distinctive(PoolStrategy):
 
     def _ask_model(self, n: int, picked: list[int]) -> list[int]:
         o = self.options
-        heat = self._heat()
+        heat = self._heat() * max(self._caution, self._stagnation())
         scores = self._grow()
         out: list[int] = []
 
@@ -155,7 +158,7 @@ class Distinctive(PoolStrategy):
     def _grow(self) -> np.ndarray:
         """Evolve the active candidates on the model's score; returns their scores."""
         o, pool = self.options, self.pool
-        self._grow_active(pool.sample(o.fresh, tries=500))
+        self._grow_active(pool.sample(o.fresh, tries=200))
         scores = self._score(self._active)
         for _ in range(o.generations):
             if not len(self._active):

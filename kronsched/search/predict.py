@@ -1,12 +1,64 @@
-"""The answer without measuring: the cost model's first choice, or the schedule's default where the model knows nothing."""
+"""The answer without measuring: the cost model's first choice where it is clearly better than the schedule's default.
+
+Read first: `predict` (over all schedules of a workload), `choose_safely` (model or default), `predict_best` (one space).
+"""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from kronsched.cost_model.base import CostModel
+from kronsched.cost_model.transfer import Prior, predicted_share, seen_space
+from kronsched.cost_model.xgb import XgbModel
+from kronsched.errors import InvalidConfig
+from kronsched.runtime.load import DEFAULT
 from kronsched.search.distinctive import Distinctive
 from kronsched.space import Candidate, SearchSpace
 
+if TYPE_CHECKING:
+    from kronsched.hardware import Device
+    from kronsched.schedules.base import Schedule
+    from kronsched.workloads.base import Workload
+
 ROUNDS = 6
+FAR = 4.0
+"""Mean octaves between a shape and the nearest that the model knows, beyond which the default is taken."""
+CLEARLY = 0.05
+"""Log of the speed-up over the default that the model must promise."""
+DOUBT = 3.0
+"""How many times the disagreement of the model's boosters the promised speed-up must exceed."""
+PREDICTED = "predicted, not measured"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What to run when nothing was measured. origin: `PREDICTED` or `DEFAULT`.  us: expected time, None without a model."""
+
+    schedule: Schedule
+    candidate: Candidate
+    origin: str
+    us: float | None
+
+
+def predict(workload: Workload, device: Device, schedules: Sequence[Schedule], seed: int = 0) -> Prediction:
+    """The choice among the schedules that serve a workload; the default of the first one where no model knows the device.
+
+    Models of different schedules are compared by the time they expect: the roofline time of the workload, over the share of it
+    that the schedule's best reached on the nearest known shapes, times how much slower than that best the choice should be.
+    """
+    best: Prediction | None = None
+    for schedule in schedules:
+        found = _predict_one(schedule, workload, device, seed)
+        if found is not None and found.us is not None and (best is None or best.us is None or found.us < best.us):
+            best = found
+    if best is not None:
+        return best
+    space = schedules[0].space(workload, device)
+    return Prediction(schedules[0], space.candidate(schedules[0].default_config(workload, device)), DEFAULT, None)
 
 
 def predict_best(space: SearchSpace, model: CostModel, default: Candidate, n: int = 8, seed: int = 0) -> list[Candidate]:
@@ -19,3 +71,56 @@ def predict_best(space: SearchSpace, model: CostModel, default: Candidate, n: in
     search = Distinctive(space, model, seed, start=[default])
     ranked = search.ranked(ROUNDS)[:n]
     return [*(c for c in ranked if c != default), default]
+
+
+def choose_safely(workload: Workload, prior: Prior, model: XgbModel, candidate: Candidate, default: Candidate) -> bool:
+    """Whether a candidate may be taken instead of the default: the shape is near known ones, and all boosters promise a speed-up.
+
+    model: a model with this prior and no observations.
+    """
+    _, distance = predicted_share(prior.known, workload)
+    if distance > FAR:
+        return False
+    first, second = prior.members(model.featurizer.matrix([candidate, default])).T
+    gain = first - second
+    return bool(gain.mean() > CLEARLY + DOUBT * gain.std())
+
+
+def model_on(
+    prior: Prior | None, schedule: Schedule, space: SearchSpace, workload: Workload, device: Device, seed: int = 0
+) -> XgbModel:
+    """A fresh cost model of one schedule for one workload, on a copy of the prior's columns."""
+    from kronsched.cost_model.features import Columns, Featurizer
+
+    columns = Columns() if prior is None else Columns(prior.columns.names)
+    return XgbModel(Featurizer(space, workload, device, schedule, columns), seed=seed, prior=prior)
+
+
+def _predict_one(schedule: Schedule, workload: Workload, device: Device, seed: int) -> Prediction | None:
+    """None where there is no model for this device."""
+    from kronsched.cost_model.pretrained import pretrained
+
+    prior = pretrained(schedule, workload, device)
+    if prior is None or all(k.device != device.name for k in prior.known):
+        return None
+    try:
+        space = schedule.space(workload, device)
+        default = space.candidate(schedule.default_config(workload, device))
+        model = model_on(prior, schedule, space, workload, device, seed)
+        # The default may have a value that the prior has not seen: it is looked at beside the others.
+        first = predict_best(seen_space(space, prior), model, default, n=1, seed=seed)[0]
+    except InvalidConfig as e:
+        warnings.warn(f"{schedule.name} is passed over: {e}", stacklevel=2)
+        return None
+    taken = first if first != default and choose_safely(workload, prior, model, first, default) else default
+    return Prediction(
+        schedule, taken, DEFAULT if taken == default else PREDICTED, expected_us(workload, device, prior, model, taken)
+    )
+
+
+def expected_us(workload: Workload, device: Device, prior: Prior, model: XgbModel, candidate: Candidate) -> float:
+    """A rough time of a candidate: good enough to compare schedules, not to be shown."""
+    from kronsched.hardware import floor_us
+
+    share, _ = predicted_share(prior.known, workload)
+    return floor_us(workload, device) / share * math.exp(-min(0.0, float(model.predict([candidate])[0])))

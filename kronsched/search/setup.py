@@ -15,7 +15,6 @@ from typing import Any
 
 from kronsched import registry
 from kronsched.cost_model.base import CostModel
-from kronsched.cost_model.features import Columns, Featurizer
 from kronsched.cost_model.null import NullModel
 from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError, choose
 from kronsched.hardware import Device, measure_ceilings, resolve_target
@@ -229,15 +228,26 @@ def _model(
         return NullModel(space), ""
     import xgboost  # noqa: F401  now, so that no round pays for the import
 
+    from kronsched.cost_model.pretrained import pretrained
     from kronsched.cost_model.transfer import prior_for
-    from kronsched.cost_model.xgb import XgbModel
+    from kronsched.search.predict import model_on
 
-    prior = prior_for(schedule, workload, device, logs, own_log, seed=seed) if logs else None
-    columns = Columns() if prior is None else prior.columns
-    model = XgbModel(Featurizer(space, workload, device, schedule, columns), seed=seed, prior=prior.booster if prior else None)
-    if prior is None:
-        return model, ""
-    return model, f"{space.name}: cost model starts from {prior.records} records of {prior.groups} other shapes or devices"
+    # Without a model that ships, the shipped logs have to do; with one, only what it has not seen is learned on top.
+    base = pretrained(schedule, workload, device) if logs else None
+    more = _logs_of_user(logs) if base is not None else logs
+    prior = prior_for(schedule, workload, device, more, own_log, seed=seed, base=base) if more else None
+    model = model_on(prior or base, schedule, space, workload, device, seed)
+    what = [] if base is None else [f"a trained model ({base.records} records of {base.groups} shapes)"]
+    what += [] if prior is None else [f"{prior.records} records of {prior.groups} other shapes or devices"]
+    return model, f"{space.name}: cost model starts from {' and '.join(what)}" if what else ""
+
+
+def _logs_of_user(logs: Sequence[Path]) -> list[Path]:
+    """Logs that no shipped model was trained on."""
+    from kronsched.records.database import shipped_dir
+
+    shipped = shipped_dir().resolve()
+    return [path for path in logs if not path.resolve().is_relative_to(shipped)]
 
 
 def _logs(own: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -180,7 +180,13 @@ def model_for(
         featurizer = Featurizer(table.space, columns=columns, without=without)
     else:
         featurizer = Featurizer(table.space, s.workload, s.device, s.schedule, columns, without)
-    return XgbModel(featurizer, options, seed, None if prior is None else prior.booster)
+    return XgbModel(featurizer, options, seed, prior)
+
+
+def merge(parts: Sequence[SimulationResult]) -> SimulationResult:
+    """One result from those of different seeds of the same strategy on the same table."""
+    runs = tuple(sorted((run for part in parts for run in part.runs), key=lambda run: run.seed))
+    return replace(parts[0], runs=runs)
 
 
 def random_trials(candidates: int, good: int) -> tuple[float, float]:

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kronsched.cost_model.transfer import device_of
+import numpy as np
+
+from kronsched.cost_model.transfer import Shape, device_of
 from kronsched.errors import ArgumentError, KronschedError, choose
 from kronsched.measure.base import BuildResult, Measured, RunResult
 from kronsched.search.base import Observation
@@ -128,6 +130,14 @@ class Table:
         if set(config) != set(self._names) or self.space.invalid(config) is not None:
             return []
         return [self.space.candidate(config)]
+
+    def shape(self) -> Shape | None:
+        """What a prior for other shapes can learn from the table; None when it is not known what was measured."""
+        if self.subject is None:
+            return None
+        costs = np.array([np.nan if e.cost is None else e.cost for e in self._entries.values()])
+        s = self.subject
+        return Shape(s.schedule, s.workload, s.device, tuple(c for c, _ in self), costs)
 
     def _key(self, config: Config) -> tuple[Value, ...]:
         return tuple(config[n] for n in self._names)

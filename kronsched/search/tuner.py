@@ -19,7 +19,7 @@ from kronsched.measure.base import STATUSES, Measured, Measurer
 from kronsched.records.schema import TuningRecord, record_of
 from kronsched.search.portfolio import Portfolio
 from kronsched.search.result import TuneEvent, TuneResult
-from kronsched.search.setup import Plan, check_arguments, plan_for
+from kronsched.search.setup import Arm, Plan, check_arguments, plan_for
 from kronsched.search.table import cost_of, observation_of
 from kronsched.space import Candidate
 
@@ -250,11 +250,13 @@ def _predict(run: _Run, compiler: str, begin: float) -> TuneResult:
     from kronsched.search.predict import predict_best
 
     plan = run.plan
-    arm = plan.arms[0]
+    arm = min(plan.arms, key=lambda a: _expected_us(plan, a))  # the first, where no model says otherwise
     trained = arm.strategy.uses_model and arm.model.trained
     chosen = predict_best(arm.space, arm.model, arm.default, seed=run.seed) if arm.default is not None else []
     if not chosen:
         chosen = arm.strategy.ask(1)
+    elif not plan.known and not _is_safe(plan, arm, chosen[0]):
+        chosen = chosen[::-1]
     artefact, candidate = None, chosen[-1]
     for trial in chosen:
         try:
@@ -267,6 +269,31 @@ def _predict(run: _Run, compiler: str, begin: float) -> TuneResult:
     run.emit("message", message=message)
     run.emit("end")
     return run.result(begin, predicted=candidate, artefact=artefact, message=message)
+
+
+def _is_safe(plan: Plan, arm: Arm, candidate: Candidate) -> bool:
+    """Whether a candidate that the model chose may be taken instead of the default; yes, where nothing can be said."""
+    from kronsched.cost_model.transfer import Prior
+    from kronsched.cost_model.xgb import XgbModel
+    from kronsched.search.predict import choose_safely
+
+    model = arm.model
+    if arm.default is None or not isinstance(model, XgbModel) or not isinstance(model.prior, Prior):
+        return True
+    return choose_safely(plan.workload, model.prior, model, candidate, arm.default)
+
+
+def _expected_us(plan: Plan, arm: Arm) -> float:
+    """What the best of a schedule should take, infinite where no model has an idea."""
+    from kronsched.cost_model.transfer import Prior
+    from kronsched.cost_model.xgb import XgbModel
+    from kronsched.search.predict import expected_us, predict_best
+
+    model = arm.model
+    if arm.default is None or not isinstance(model, XgbModel) or not isinstance(model.prior, Prior):
+        return float("inf")
+    first = predict_best(arm.space, model, arm.default, n=1)[0]
+    return expected_us(plan.workload, plan.device, model.prior, model, first)
 
 
 def _reference(plan: Plan, run: _Run) -> tuple[str | None, float | None]:

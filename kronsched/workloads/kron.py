@@ -46,6 +46,8 @@ class KronMatmul(Workload):
     """
 
     family: ClassVar[str] = "kron"
+    gradient: ClassVar[str] = "kronsched.nn.autograd:of_module"
+    """Where the derivative of a module's call is; see `TunedModule.gradient`."""
 
     m: int = field(metadata={"help": "rows of X"})
     factors: tuple[tuple[int, int], ...] = field(metadata={"help": "factor shapes, such as 8x8,8x8", "parse": parse_factors})

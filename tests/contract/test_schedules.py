@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kronsched.dtypes import DTYPES
 from kronsched.workloads.base import Workload
+from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.kron import KronMatmul
+from kronsched.workloads.ks import KSMatmul
 from tests.contract.schedule_battery import CudaScheduleBattery, ScheduleBattery
+from tests.emulator import run_schedule
 
 # Ordinary, odd, rectangular and degenerate shapes, few and many rows, every dtype. Small: CUDA schedules run serially here.
 KRON = [
@@ -40,3 +44,148 @@ class TestKronCudaSimt(CudaScheduleBattery):
 
     def workloads(self) -> Sequence[Workload]:
         return KRON
+
+
+# Odd shapes, ragged edges, every dtype, group size and kind of zero, rows sorted by group. Small: the emulator is slow.
+GEMM = [
+    Gemm(3, 48, 384),
+    Gemm(1, 1, 1),
+    Gemm(1, 70, 320, group_size=32, zero_point="asymmetric"),
+    Gemm(17, 64, 264, "bfloat16", group_size=64, zero_point="float"),
+    Gemm(2, 130, 1000, "bfloat16", group_size=-1, zero_point="asymmetric"),
+    Gemm(9, 66, 301, group_size=96, zero_point="float", act_order=True),
+    Gemm(40, 64, 512, "bfloat16", group_size=256),
+]
+
+
+class TestGemmW4A16Cpu(ScheduleBattery):
+    name = "gemm_w4a16_cpu"
+
+    def workloads(self) -> Sequence[Workload]:
+        return GEMM
+
+
+class TestGemmW4A16Cuda(CudaScheduleBattery):
+    """A tile program: it runs in the emulator, the others' serial form being out of reach."""
+
+    name = "gemm_w4a16_cuda"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return GEMM
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("forward", "reverse"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+class TestKronCudaMma(CudaScheduleBattery):
+    """Tile programs on tensor cores: run in the emulator."""
+
+    name = "kron_cuda_mma"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [w for w in KRON if w.dtype != "float64"]
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+# float16 16x16^4 is not here: on sm_80 its default config spills a few registers. tests/schedules/test_kron_cuda_chain.py has it.
+CHAIN = [
+    KronMatmul(5, [(8, 8)] * 3, "float16"),
+    KronMatmul(3, [(8, 8)] * 4, "bfloat16"),
+    KronMatmul(1, [(8, 8)] * 5, "float16"),
+    KronMatmul(3, [(16, 16)] * 3, "bfloat16"),
+    KronMatmul(3, [(8, 8)] * 4),
+    KronMatmul(1, [(8, 8)] * 5),
+    KronMatmul(2, [(4, 4)] * 7),
+    KronMatmul(1, [(2, 2)] * 12),
+]
+
+
+class TestKronCudaChain(CudaScheduleBattery):
+    """Tile programs on registers: run in the emulator."""
+
+    name = "kron_cuda_chain"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return CHAIN
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+LAYOUTS = ("batch_first", "batch_last")
+# Both layouts, every dtype, chains, odd and degenerate extents, batches that no tile divides.
+KS = [
+    *(
+        KSMatmul(13, (2, 10, 6, 3), dtype, layout)
+        for dtype in ("float32", "float64", "float16", "bfloat16")
+        for layout in LAYOUTS
+    ),
+    *(KSMatmul(37, (1, 17, 33, 20), layout=layout) for layout in LAYOUTS),
+    *(KSMatmul(7, (1, 1, 1, 77), layout=layout) for layout in LAYOUTS),
+    KSMatmul(1, (2, 40, 30, 4), "float16"),
+    KSMatmul(2, (4, 16, 1, 4), "bfloat16", "batch_last"),
+    KSMatmul(30, (2, 1, 24, 1)),
+    KSMatmul(3, (1, 1, 1, 1)),
+    *(KSMatmul(20, [(6, 4, 8, 1), (1, 12, 12, 2)], "float16", layout) for layout in LAYOUTS),
+    KSMatmul(9, [(4, 2, 2, 1), (2, 2, 2, 2), (1, 2, 2, 4)]),
+]
+
+
+class TestKSCpu(ScheduleBattery):
+    name = "ks_cpu"
+
+    def workloads(self) -> Sequence[Workload]:
+        return KS
+
+
+class TestKSCudaSimt(CudaScheduleBattery):
+    name = "ks_cuda_simt"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return KS
+
+
+class TestKSCudaMma(CudaScheduleBattery):
+    """A tile program on tensor cores: it runs in the emulator."""
+
+    name = "ks_cuda_mma"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [w for w in KS if self.schedule.supports(w, self.device()) is None]
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+class TestKSCudaMmaLast(TestKSCudaMma):
+    name = "ks_cuda_mma_last"
+
+
+class TestKronCudaWgmma(CudaScheduleBattery):
+    """Tile programs on warpgroup tensor cores: run in the emulator."""
+
+    name = "kron_cuda_wgmma"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KronMatmul(3, [(64, 64)] * 2), KronMatmul(1, [(64, 64), (128, 128)])]
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"

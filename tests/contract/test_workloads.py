@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from kronsched.workloads.base import Workload
+from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.kron import KronMatmul
+from kronsched.workloads.ks import KSMatmul
 from tests.contract.workload_battery import WorkloadBattery
 
 
@@ -59,3 +61,108 @@ class TestKron(WorkloadBattery):
         for factor in inputs[1:]:
             product = torch.kron(product, factor.double())
         return inputs[0].double() @ product
+
+
+class TestGemm(WorkloadBattery):
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            Gemm(3, 48, 384),
+            Gemm(1, 1, 1),
+            Gemm(17, 130, 257, "bfloat16", group_size=64),
+            Gemm(2, 64, 256, group_size=32, zero_point="asymmetric"),
+            Gemm(2, 64, 200, "bfloat16", group_size=-1, zero_point="asymmetric"),
+            Gemm(5, 70, 300, group_size=96, zero_point="float"),
+            Gemm(5, 70, 300, "bfloat16", group_size=96, zero_point="float", act_order=True),
+            Gemm(16, 4096, 4096),
+            Gemm(16, 4096, 4096, act_order=True),
+        ]
+
+    def bad_fields(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        good: dict[str, Any] = {"m": 4, "n": 64, "k": 128}
+        return [
+            ({**good, "m": 0}, "m=0"),
+            ({**good, "n": -1}, "n=-1"),
+            ({**good, "k": 1.5}, "k=1.5"),
+            ({**good, "k": True}, "k=True"),
+            ({**good, "n": 2**20, "k": 2**20}, "m=4, n=1048576, k=1048576"),
+            ({**good, "a_dtype": "float32"}, "a_dtype='float32'"),
+            ({**good, "b_dtype": "float16"}, "b_dtype='float16'"),
+            ({**good, "b_dtype": "int8"}, "b_dtype='int8'"),
+            ({**good, "b_dtype": None}, "b_dtype=None"),
+            ({**good, "group_size": 16}, "group_size=16"),
+            ({**good, "group_size": -2}, "group_size=-2"),
+            ({**good, "group_size": "128"}, "group_size='128'"),
+            ({**good, "zero_point": "none"}, "zero_point='none'"),
+            ({**good, "zero_point": 8}, "zero_point=8"),
+            ({**good, "act_order": 1}, "act_order=1"),
+        ]
+
+    def dense(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Element by element, by the arithmetic of the layout's docstring."""
+        assert isinstance(workload, Gemm)
+        if workload.flops > 500_000:
+            return None
+        x, words, scales = inputs[0].double(), inputs[1].flatten().tolist(), inputs[2].double()
+        k_packed, group_size = workload.layout.k_packed, workload.layout.rows_per_group
+        perm = inputs[-1].tolist() if workload.act_order else [r if r < workload.k else -1 for r in range(k_packed)]
+        w = torch.zeros((workload.k, workload.n), dtype=torch.float64)
+        for row, source in enumerate(perm):
+            for n in range(workload.n) if source >= 0 else ():
+                tile = (n // 64 * (k_packed // 128) + row // 128) * 1024
+                lane = n % 8 * 4 + row % 32 // 8
+                word = words[tile + ((n % 64 // 16 * 2 + row % 128 // 64) * 32 + lane) * 4 + row % 64 // 32 * 2 + row % 8 // 4]
+                q = word >> (4 * (row % 4 // 2 * 2 + n % 16 // 8) + row % 2 * 16) & 15
+                column = (n // 64, row // group_size, n % 8 * 8 + n % 64 // 16 * 2 + n % 16 // 8)
+                zero = 8.0 if workload.zero_point == "symmetric" else float(inputs[3][column])
+                w[source, n] = (q - zero) * scales[column]
+        return x @ w
+
+
+class TestKS(WorkloadBattery):
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            *(KSMatmul(6, (2, 5, 4, 3), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")),
+            *(KSMatmul(6, (2, 5, 4, 3), dtype, "batch_last") for dtype in ("float32", "float64", "float16", "bfloat16")),
+            KSMatmul(5, [(6, 4, 8, 1), (1, 12, 12, 2)]),
+            KSMatmul(5, [(6, 4, 8, 1), (1, 12, 12, 2)], "float16", "batch_last"),
+            KSMatmul(1, (1, 1, 1, 1)),
+            KSMatmul(9, (4, 1, 7, 2)),
+            KSMatmul(9, (4, 7, 1, 2), layout="batch_last"),
+            KSMatmul(3, [(4, 2, 2, 1), (2, 2, 2, 2), (1, 2, 2, 4)], "float64"),
+            KSMatmul(25088, (6, 64, 64, 1), "float16"),
+        ]
+
+    def bad_fields(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        good: dict[str, Any] = {"batch": 4, "pattern": [2, 3, 4, 5], "dtype": "float32", "layout": "batch_first"}
+        return [
+            ({**good, "batch": 0}, "batch=0"),
+            ({**good, "batch": 2.0}, "batch=2.0"),
+            ({**good, "batch": True}, "batch=True"),
+            ({**good, "pattern": 7}, "pattern=7"),
+            ({**good, "pattern": "2,3,4,5"}, "pattern='2,3,4,5'"),
+            ({**good, "pattern": []}, "pattern=[]"),
+            ({**good, "pattern": [2, 3, 4]}, "pattern=[2, 3, 4]"),
+            ({**good, "pattern": [2, 3, 0, 5]}, "pattern c=0"),
+            ({**good, "pattern": [2, 3, 4, 5.5]}, "pattern d=5.5"),
+            ({**good, "pattern": [[2, 3, 4, 5], [1, 2, 3]]}, "pattern[1]"),
+            ({**good, "pattern": [[2, 3, 4, 5], [1, 2, 3, 4]]}, "pattern[1]=(1, 2, 3, 4)"),
+            ({**good, "pattern": [[1, 1, 1, 1]] * 33}, "33 factors"),
+            ({**good, "pattern": [1024, 1024, 1024, 4]}, "needs a tensor"),
+            ({**good, "dtype": "float8"}, "dtype='float8'"),
+            ({**good, "dtype": "complex64"}, "dtype='complex64'"),
+            ({**good, "layout": "first"}, "layout='first'"),
+            ({**good, "layout": None}, "layout=None"),
+        ]
+
+    def dense(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        assert isinstance(workload, KSMatmul)
+        y = inputs[0].double() if workload.batch_first else inputs[0].double().T
+        for (a, b, c, d), w in zip(workload.patterns, inputs[1:], strict=True):
+            if a * b * d * a * c * d > 4_000_000:
+                return None
+            k = torch.zeros(a, b, d, a, c, d, dtype=torch.float64)
+            for i in range(a):
+                for inner in range(d):
+                    k[i, :, inner, i, :, inner] = w[i, :, :, inner].double()
+            y = y @ k.reshape(a * b * d, a * c * d).T
+        return y if workload.batch_first else y.T

@@ -93,7 +93,7 @@ def test_two_shapes_share_columns_and_differ_in_those_of_the_shape() -> None:
         rows.append(Featurizer(space, w, H200, schedule, columns).matrix([space.candidate(schedule.default_config(w, H200))])[0])
     a, b = (dict(zip(columns.names, r, strict=False)) for r in rows)
     assert (a["shape.m"], b["shape.m"]) == (6.0, 10.0)
-    assert (a["shape.item_bytes"], b["shape.item_bytes"]) == (4.0, 2.0)
+    assert (a["shape.item_bytes"], b["shape.item_bytes"]) == (2.0, 1.0)  # log2 of 4 and 2 bytes
     assert (a["shape.factors.count"], b["shape.factors.count"]) == (6.0, 4.0)
     assert a["device.units"] == b["device.units"] == pytest.approx(math.log2(132))
     assert {n for n in b if n.startswith("sched.")} and np.isfinite(b["sched.waves"])

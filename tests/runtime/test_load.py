@@ -14,9 +14,10 @@ import pytest
 
 import kronsched
 from kronsched import KronMatmul, register_schedule, registry
-from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from kronsched.errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
 from kronsched.hardware import Device
 from kronsched.records import Journal, TuningRecord, default_log
+from kronsched.runtime import load as load_module
 from kronsched.runtime.build import lower_source
 from kronsched.runtime.load import load
 from kronsched.workloads.base import Workload
@@ -68,6 +69,43 @@ def test_without_a_record_the_default_config_is_used_and_said() -> None:
     assert (mod.config, mod.measured, mod.expected_us, mod.origin) == ({"n": 1}, False, None, "default, not measured")
     assert "time not measured" in repr(mod)
     assert works(mod)
+
+
+def test_a_predicted_config_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "choose_config", lambda *_: ("toy_cpu", {"n": 3}, "predicted, not measured"))
+    mod = kronsched.load(W)
+    assert (mod.config, mod.measured, mod.expected_us, mod.origin) == ({"n": 3}, False, None, "predicted, not measured")
+    assert works(mod)
+
+
+def test_a_predicted_config_that_cannot_be_built_gives_way_to_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "choose_config", lambda *_: ("toy_cpu", {"n": 99}, "predicted, not measured"))
+    build = load_module.get_or_build
+
+    def fails(workload: Workload, space: Any, config: Any, *rest: Any) -> Path:
+        if config == {"n": 99}:
+            raise CompileError("no such n")
+        return build(workload, space, config, *rest)
+
+    monkeypatch.setattr(load_module, "get_or_build", fails)
+    with pytest.warns(UserWarning, match="cannot be built, the default is taken: no such n"):
+        mod = load(W)
+    assert (mod.config, mod.origin) == ({"n": 1}, "default, not measured")
+
+
+def test_without_a_model_neither_xgboost_nor_the_search_is_imported() -> None:
+    code = """
+import sys
+from kronsched import KronMatmul
+from kronsched.hardware import PRESETS
+from kronsched.runtime.load import choose_config
+import kronsched.cost_model.pretrained as pretrained
+pretrained.model_dirs = lambda: []
+print(choose_config(KronMatmul(64, [(8, 8)]), PRESETS["nvidia/h200"])[2])
+assert not {"xgboost", "kronsched.search.predict"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "default, not measured"), done.stderr
 
 
 def test_the_best_record_of_the_users_log_is_used() -> None:

@@ -220,13 +220,24 @@ def test_bad_out(module: TunedModule, inputs: list[torch.Tensor]) -> None:
     module(x, *inputs[1:], out=block[1600:].view(40, 40))  # neighbours are fine
 
 
-def test_gradients_are_refused_not_lost(module: TunedModule, inputs: list[torch.Tensor]) -> None:
-    leaf = inputs[1].clone().requires_grad_()
-    for args, out, name in (((inputs[0], leaf, inputs[2]), None, "f0"), (inputs, leaf.new_ones(40, 40).requires_grad_(), "out")):
-        with pytest.raises(
-            UnsupportedError, match=rf"{name} requires grad: backward is not supported yet; use torch.no_grad\(\)"
-        ):
-            module(*args, out=out)
+def test_gradients_are_those_of_the_reference(module: TunedModule, inputs: list[torch.Tensor]) -> None:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    weight = torch.randn(40, 40)
+    found = torch.autograd.grad(module(*leaves), leaves, weight)
+    wanted = torch.autograd.grad(module.workload.reference(*leaves), leaves, weight.double())
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_refused_not_lost(module: TunedModule, inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf, out = inputs[1].clone().requires_grad_(), torch.ones(40, 40)
+    with pytest.raises(UnsupportedError, match=r"f0 requires grad: out= is not allowed where gradients are recorded; use torch"):
+        module(inputs[0], leaf, inputs[2], out=out)
+    with pytest.raises(UnsupportedError, match=r"out requires grad: out= is not allowed where gradients are recorded; use torch"):
+        module(*inputs, out=out.requires_grad_())
+    monkeypatch.setattr(KronMatmul, "gradient", None)  # as in a family that has none
+    with pytest.raises(UnsupportedError, match=r"f0 requires grad: backward is not supported yet; use torch.no_grad\(\)"):
+        module(inputs[0], leaf, inputs[2])
     with torch.no_grad():
         assert torch.equal(module(inputs[0], leaf, inputs[2]), module(*inputs))
     with torch.inference_mode():

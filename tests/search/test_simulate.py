@@ -199,8 +199,8 @@ def test_the_default_config_comes_first_unless_it_must_not() -> None:
 
 
 def test_the_model_is_judged_on_what_it_has_not_seen() -> None:
-    q = simulate(fused_table(1024), "distinctive", seeds=1, trials=64, quality_at=40).runs[0].quality
-    assert q is not None and q.trained_on == 40
+    q = simulate(fused_table(1024), "distinctive", seeds=1, trials=64, quality_at=24).runs[0].quality
+    assert q is not None and q.trained_on == 24
     assert q.pairwise > 0.6 and 0 < q.top1 <= q.top16 <= 1 and 0 <= q.recall16 <= 1
     assert simulate(fused_table(64), "random", seeds=1, trials=64).runs[0].quality is None
 

@@ -1,0 +1,41 @@
+"""Expressions and instruction names that the tensor-core Kronecker-sparse kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+MMA = {
+    "float16": "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+    "bfloat16": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+    "float32": "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32",
+}
+PACK = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}
+"""Two float32 to a word: the first operand goes to the high half."""
+VECTOR = {4: "", 8: ".v2", 16: ".v4"}
+"""Suffix of a load or store of so many bytes as 32-bit words."""
+
+
+def inside(*tests: tuple[bool, Any]) -> Any:
+    """The tests that are needed, all together."""
+    found = None
+    for needed, test in tests:
+        if needed:
+            found = test if found is None else T.And(found, test)
+    return T.bool(True) if found is None else found
+
+
+def high_part(word: Any) -> Any:
+    """The TF32 value nearest to a float32, both as words (halves round away from zero)."""
+    return T.bitwise_and(word + T.uint32(0x1000), T.uint32(0xFFFFE000))
+
+
+def low_part(word: Any, high: Any) -> Any:
+    """What `high_part` leaves of a float32, as words; the tensor core cuts it to TF32."""
+    return T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high))
+
+
+def half_selector(low_at: Any, high_at: Any) -> Any:
+    """Selector of `prmt.b32` for a word of half `low_at` (0 or 1) of its first operand, half `high_at` of its second above."""
+    return T.uint32(0x5410) + T.Cast("uint32", low_at * 0x22 + high_at * 0x2200)

@@ -1,0 +1,88 @@
+"""What the KSMatmul schedules share: the tensors of a chain, packing of weights, spaces without repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kronsched.errors import InvalidConfig
+from kronsched.schedules.base import Launch
+from kronsched.space import Config, Knob, SearchSpace
+from kronsched.workloads.base import TensorSpec
+from kronsched.workloads.ks import KSMatmul, pattern_out
+
+_PACK_THREADS = 256
+
+
+def factor_tensors(w: KSMatmul, scratch_dtype: str) -> Iterator[tuple[TensorSpec, TensorSpec, TensorSpec]]:
+    """(source, weight, target) of each factor; all targets but the last are scratch tensors t0, t1, … laid out like x."""
+    source = w.inputs[0]
+    for i, (pattern, weight) in enumerate(zip(w.patterns, w.inputs[1:], strict=True)):
+        target = w.output
+        if i < len(w.patterns) - 1:
+            size = pattern_out(pattern)
+            target = TensorSpec(f"t{i}", (w.batch, size) if w.batch_first else (size, w.batch), scratch_dtype)
+        yield source, weight, target
+        source = target
+
+
+def pack_weights(
+    weight: TensorSpec, packed: TensorSpec, at: Callable[[Any], tuple[Any, Any, Any, Any]], padded: tuple[int, int, int]
+) -> Any:
+    """The PrimFunc that copies weights (a, b, c, d) into fragment order, one element a thread.
+
+    at: flat index of `packed` -> (i, j, k, l).  padded: extents that j, k and l reach; beyond b, c and d the copy is zero.
+    """
+    import tvm
+    from tvm import s_tir, te, tirx
+
+    w = te.placeholder(weight.shape, name=weight.name, dtype=weight.dtype)
+
+    def element(index: Any) -> Any:
+        i, *jkl = at(index)
+        value = w[(i, *jkl)]
+        for position, extent, reach in zip(jkl, weight.shape[1:], padded, strict=True):
+            if reach > extent:
+                value = tirx.if_then_else(position < extent, value, tirx.const(0, weight.dtype))
+        return value
+
+    copy = te.compute(packed.shape, element, name=packed.name)
+    sch = s_tir.Schedule(tvm.IRModule({"main": te.create_prim_func([w, copy])}))
+    block, thread = sch.split(sch.get_loops(packed.name)[0], [None, _PACK_THREADS])
+    sch.bind(block, "blockIdx.x")
+    sch.bind(thread, "threadIdx.x")
+    return sch.mod["main"]
+
+
+def checked_space(name: str, knobs: Sequence[Knob], canonical: Callable[[Config], Config]) -> SearchSpace:
+    """A space whose valid configs are those that `canonical` returns unchanged: no kernel twice. It may raise InvalidConfig."""
+
+    def check(config: Config) -> str | None:
+        try:
+            same = canonical(config)
+        except InvalidConfig as e:
+            return str(e)
+        idle = next((k for k, v in same.items() if config[k] != v), None)
+        return None if idle is None else f"{idle}={config[idle]} has no effect here, {idle}={same[idle]} is the same kernel"
+
+    return SearchSpace(name, knobs, check)
+
+
+def launch_of(name: str, *tensors: TensorSpec) -> Launch:
+    """The launch of a function over tensors."""
+    return Launch(name, tuple(t.name for t in tensors))
+
+
+def renamed(func: Any, *tensors: TensorSpec) -> Any:
+    """The PrimFunc with its parameters named like the tensors (a function written in TVMScript has fixed names)."""
+    import tvm
+    import tvm_ffi
+    from tvm import tirx
+
+    names = (t.name for t in tensors)
+    new = [(p, tirx.decl_buffer(p.shape, p.dtype, name=name)) for p, name in zip(func.params, names, strict=True)]
+
+    def swap(var: Any) -> Any:
+        return next((to for old, to in new if var.same_as(old)), var)
+
+    return tvm_ffi.structural_map(func, (tvm.ir.Var, swap), order="post")

@@ -1,0 +1,200 @@
+"""The tensor-core schedules of KSMatmul: index maps, rings over several tiles, edges, accuracy, what ptxas makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kronsched.bench.suites import load_suite
+from kronsched.errors import InvalidConfig
+from kronsched.hardware import PRESETS
+from kronsched.runtime.build import build_artefact
+from kronsched.schedules import ks_last_plan, ks_mma_plan
+from kronsched.schedules.ks_cuda_mma import KSCudaMma, KSCudaMmaLast, KSTensorCore
+from kronsched.schedules.ks_last_plan import plan_last
+from kronsched.schedules.ks_mma_plan import plan_mma
+from kronsched.workloads.ks import KSMatmul
+from tests.emulator import run_schedule
+
+H200, A100 = PRESETS["nvidia/h200"], PRESETS["nvidia/a100"]
+TINY = dataclasses.replace(H200, units=2)
+"""So few SMs that a block works through several tiles."""
+FIRST: dict[str, Any] = {
+    "mt": 1, "warps_m": 2, "warps_j": 2, "warps_l": 1, "pairs": 1, "lunits": 1, "ksteps": 1, "stages": 3, "groups": 1,
+    "weights": "resident", "store": "direct", "min_blocks": 1, "waves": 1,
+}  # fmt: skip
+LAST: dict[str, Any] = {
+    "mj": 1, "units": 1, "warps_j": 2, "warps_n": 2, "ksteps": 1, "stages": 3, "weights": "resident", "min_blocks": 1, "waves": 1,
+}  # fmt: skip
+
+
+def error_of(w: KSMatmul, change: dict[str, Any], device: Any = TINY, order: str = "random") -> float:
+    schedule: KSTensorCore = KSCudaMma() if w.batch_first else KSCudaMmaLast()
+    config = {**(FIRST if w.batch_first else LAST), **change}
+    return float(run_schedule(schedule, w, config, device, order=order))
+
+
+# -- index maps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("pattern", [(2, 17, 20, 1), (1, 40, 33, 3), (2, 20, 9, 20)])
+def test_every_weight_has_one_place_in_the_packed_order(dtype: str, pattern: tuple[int, int, int, int]) -> None:
+    w = KSMatmul(100, pattern, dtype)
+    first = plan_mma(w, pattern, {**FIRST, "lunits": 2}, H200)
+    last = plan_last(dataclasses.replace(w, layout="batch_last"), pattern, LAST, H200)
+    for plan, at in ((first, ks_mma_plan.weight_at), (last, ks_last_plan.weight_at)):
+        places = [at(plan, index) for index in range(plan.weight_elements)]
+        assert len(set(places)) == len(places), "two places for one weight"
+        a, b, c, d = pattern
+        inside = [p for p in places if p[0] < a and p[1] < b and p[2] < c and p[3] < d]
+        assert len(inside) == a * b * c * d
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("d", [1, 2, 3, 4, 5, 6, 7, 8, 16, 64])
+def test_loads_of_a_warp_meet_no_bank_conflict(dtype: str, d: int) -> None:
+    w = KSMatmul(100, (1, 32, 64, d), dtype)
+    for lunits in (1, 2, 4):
+        config = {**FIRST, "lunits": lunits}
+        try:
+            p = plan_mma(w, w.patterns[0], config, H200)
+        except InvalidConfig:
+            continue
+        width, together = p.load_words, 32 // p.load_words
+        places: list[list[int]] = [[] for _ in range(32 // together)]
+        for lane in range(32):
+            g, t = lane // 4, lane % 4
+            k, byte = (0, t * p.own * d * p.item) if p.small else (t, 0)
+            places[lane // together].append(ks_mma_plan.x_word(p, g, k, byte))
+        for phase in places:
+            banks = [(word + z) % 32 for word in phase for z in range(width)]
+            assert len(set(banks)) == len(banks), f"lunits={lunits}"
+
+
+def test_a_stage_has_room_for_every_byte_once() -> None:
+    w = KSMatmul(100, (1, 32, 64, 32), "float16")
+    p = plan_mma(w, w.patterns[0], {**FIRST, "lunits": 2, "warps_l": 2, "warps_j": 1, "weights": "stream"}, H200)
+    assert p.swizzled
+    words = {
+        ks_mma_plan.x_word(p, row, k, byte) for row in range(p.rows) for k in range(p.ks) for byte in range(0, p.lb * p.item, 4)
+    }
+    assert len(words) == p.rows * p.row_bytes // 4 and max(words) < p.rows * p.pitch // 4
+
+
+def test_stores_of_a_batch_last_lane_group_are_neighbours() -> None:
+    for r in range(2):
+        chunks = sorted(ks_last_plan.chunk_of(2 * t + r) for t in range(4))
+        assert chunks == list(range(4 * r, 4 * r + 4))
+
+
+# -- results ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change"),
+    [
+        ((2, 40, 48, 2), {"store": "staged", "groups": 2}),
+        ((1, 20, 36, 4), {"ksteps": 2, "stages": 2}),
+        ((1, 40, 34, 32), {"store": "pair", "lunits": 2, "warps_l": 1}),
+        ((1, 18, 17, 24), {"store": "staged", "warps_l": 2, "weights": "stream"}),
+        ((2, 10, 22, 1), {"weights": "stream", "mt": 2, "pairs": 4, "warps_m": 4}),
+        ((1, 12, 10, 6), {"warps_m": 4}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_batch_first_with_ragged_edges_over_several_tiles(pattern: Any, change: dict[str, Any], dtype: str) -> None:
+    bound = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6}[dtype]
+    assert error_of(KSMatmul(203, pattern, dtype), change) < bound
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change"),
+    [
+        ((2, 40, 24, 3), {"mj": 2}),
+        ((1, 33, 50, 2), {"weights": "stream", "ksteps": 2, "stages": 2}),
+        ((1, 3, 1, 5), {"units": 2, "waves": 4, "warps_n": 4}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_batch_last_with_ragged_edges_over_several_tiles(pattern: Any, change: dict[str, Any], dtype: str) -> None:
+    bound = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6}[dtype]
+    assert error_of(KSMatmul(594, pattern, dtype, "batch_last"), change) < bound
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_small_batches_are_guarded(batch: int) -> None:
+    for dtype, layout in (("float16", "batch_first"), ("float32", "batch_first"), ("float32", "batch_last")):
+        assert error_of(KSMatmul(batch, (2, 24, 16, 4), dtype, layout), {}, H200, "reverse") < 1e-3
+
+
+@pytest.mark.parametrize("layout", ["batch_first", "batch_last"])
+def test_long_float32_sums_are_taken_in_parts(layout: str) -> None:
+    w = KSMatmul(20, (1, 16, 600, 1), "float32", layout)
+    plan = plan_mma(w, w.patterns[0], FIRST, H200) if w.batch_first else plan_last(w, w.patterns[0], LAST, H200)
+    assert plan.two_sums and error_of(w, {"ksteps": 2}) < 2e-6
+
+
+# -- what is served, limits, binaries -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workload", "reason"),
+    [
+        (KSMatmul(8, (1, 8, 8, 1), "float64"), "float64"),
+        (KSMatmul(8, (1, 8, 8, 1), layout="batch_last"), "layout batch_last"),
+        (KSMatmul(8, (1, 5, 8, 1), "float16"), "runs of 5 float16"),
+        (KSMatmul(8, (1, 4, 4, 9), "float16"), "runs of 9 float16"),
+    ],
+)
+def test_what_is_not_served_is_said(workload: KSMatmul, reason: str) -> None:
+    said = KSCudaMma().supports(workload, H200)
+    assert said is not None and reason in said
+    old = dataclasses.replace(A100, arch="sm_75")
+    assert "sm_80" in str(KSCudaMma().supports(KSMatmul(8, (1, 8, 8, 1)), old))
+    assert "runs of 7" in str(KSCudaMmaLast().supports(KSMatmul(7, (1, 8, 8, 1), "float16", "batch_last"), H200))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"warps_m": 8, "warps_j": 4, "min_blocks": 4}, "threads a block"),
+        ({"mt": 2, "pairs": 4, "lunits": 2}, "registers"),
+        ({"ksteps": 8, "stages": 4, "warps_m": 8, "warps_j": 1}, "shared memory"),
+        ({"groups": 2, "weights": "stream"}, "groups=1"),
+        ({"lunits": 4, "warps_l": 2}, "64 bytes"),
+        ({"warps_m": 1, "warps_j": 1}, "too few"),
+    ],
+)
+def test_limits_are_named(change: dict[str, Any], reason: str) -> None:
+    w = KSMatmul(25088, (4, 96, 96, 64), "float16")
+    with pytest.raises(InvalidConfig, match=reason):
+        plan_mma(w, w.patterns[0], {**FIRST, **change}, H200)
+
+
+@pytest.mark.parametrize("layout", ["batch_first", "batch_last"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_pattern_of_the_grid_has_a_default(layout: str, dtype: str) -> None:
+    schedule: KSTensorCore = KSCudaMma() if layout == "batch_first" else KSCudaMmaLast()
+    for w in random.Random(0).sample(load_suite("ks", "grid", dtype), 6):
+        assert isinstance(w, KSMatmul)
+        w = dataclasses.replace(w, layout=layout)
+        config = schedule.default_config(w, H200)
+        assert schedule.space(w, H200).invalid(config) is None
+        features = schedule.features(w, config, H200)
+        assert features["predicted_us"] >= features["roofline_us"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("layout", ["batch_first", "batch_last"])
+def test_defaults_of_large_shapes_compile_without_spills(dtype: str, layout: str, tmp_path: Path) -> None:
+    schedule: KSTensorCore = KSCudaMma() if layout == "batch_first" else KSCudaMmaLast()
+    for n, pattern in enumerate([(4, 64, 64, 4), (1, 768, 192, 2)]):
+        w = KSMatmul(25088, pattern, dtype, layout)
+        manifest = build_artefact(w, schedule, schedule.default_config(w, H200), H200, tmp_path / str(n))
+        assert manifest.spill_bytes == 0
+        assert [len(launch.args) for launch in manifest.launches] == [2, 3]
