@@ -1,0 +1,263 @@
+"""The 16-bit chained Kron-Matmul kernel for P = 16, as kron_chain_half.py: every mma.m16n8k16 is full, no diagonal is needed.
+
+    global ── registers ─ t ─ g ── shared ── ldmatrix ─ last axes ── global
+
+A tile is 16 x 16 chunks: a thread holds eight of them, and both 8-column halves of either axis.
+
+Read first: `chain16`; kron_chain_layout.py for every index.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,valid-type,name-defined"
+
+from __future__ import annotations
+
+from typing import Any
+
+from kronsched.schedules.kron_chain_half import COPY, LDMATRIX, LOADS, MMA, PACK, STORES
+from kronsched.schedules.kron_chain_layout import (
+    chunk_index,
+    chunk_position,
+    chunk_strides,
+    last_axes,
+    pairs,
+    tile_digits,
+    tiles_a_row,
+    unit_digits,
+    units_a_row,
+)
+from kronsched.schedules.kron_chain_plan import ChainPlan
+
+
+def chain16(plan: ChainPlan) -> Any:
+    """The PrimFunc of P = 16, N = 3 or 4. Parameters x, f0 … f3, y as 32-bit and 16-bit words; surplus factors are unused."""
+    from tvm.script import tirx as T
+
+    n, m, rows, threads = plan.n, plan.m, plan.rows, plan.threads
+    warps, blocks, grid = threads // 32, plan.blocks, plan.grid
+    words = 16**n // 2  # of a row
+    tiles, units = tiles_a_row(16, n), units_a_row(16, n)
+    pitch = chunk_strides(16, n)[2]
+    stage = rows * pitch * 4
+    table = stage + plan.staged_tiles * threads * 32  # factors in fragment order
+    a_warp, rounds = rows * tiles // warps, rows * units // warps  # tiles and ldmatrix.x4 reads of a warp
+    (pair,), last = pairs(16, n), last_axes(16, n)
+    two_last = len(last) > 1
+    ahead, staged = plan.prefetch != "none", plan.staged_tiles  # tiles of a warp that come through the stage
+    held = a_warp - staged  # the others come through registers
+    ragged, looped, local_rows = m % rows != 0, grid < blocks, rows % warps == 0
+    block_words = rows * words
+    mma, pack = MMA[plan.dtype], PACK[plan.dtype]
+    load, store = LOADS[plan.load], STORES[plan.store] + ".v2.b32"
+
+    def source(block: Any, tile: Any, t: Any, g: Any) -> Any:
+        row = block * rows + (tile // tiles if rows > 1 else 0)
+        digits, half = tile_digits(16, n, pair, tile % tiles if rows > 1 else tile, t, g)
+        return (T.min(row, m - 1) if ragged else row) * words + chunk_index(16, digits, half) * 4
+
+    def place(tile: Any, t: Any, g: Any) -> Any:
+        digits, half = tile_digits(16, n, pair, tile % tiles if rows > 1 else tile, t, g)
+        return ((tile // tiles if rows > 1 else 0) * pitch + chunk_position(16, n, digits, half)) * 4
+
+    def neighbour(unit: Any, low: Any, half: Any) -> Any:
+        digits = unit_digits(16, n, unit % units if rows > 1 else unit, low)
+        return ((unit // units if rows > 1 else 0) * pitch + chunk_position(16, n, digits, half)) * 4
+
+    # z numbers the eight chunks of a thread: 4 (half of the g axis) + 2 (half of the t axis) + low bit of the t axis.
+    def t_axis(z: Any, t: Any) -> Any:
+        return z // 2 % 2 * 8 + 2 * t + z % 2
+
+    def g_axis(z: Any, g: Any) -> Any:
+        return z // 4 * 8 + g
+
+    @T.prim_func
+    def kernel(
+        x: T.Buffer((m * words,), "uint32"),
+        f0: T.Buffer((256,), "uint16"),
+        f1: T.Buffer((256,), "uint16"),
+        f2: T.Buffer((256,), "uint16"),
+        f3: T.Buffer((256,), "uint16"),
+        y: T.Buffer((m * words,), "uint32"),
+    ):
+        T.device_entry()
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": plan.per_sm})
+        cta = T.cta_id([grid])
+        tx = T.thread_id([threads])
+        me = T.alloc_local([1], "int32")  # tx, hidden from loop-invariant code motion: addresses are cheap, registers are not
+        zero = T.alloc_local([1], "uint32")
+        me[0] = tx
+        warp = T.meta_var(me[0] // 32)
+        lane = T.meta_var(me[0] % 32)
+        g = T.meta_var(me[0] % 32 // 4)
+        t = T.meta_var(me[0] % 4)
+        sm = T.alloc_buffer((plan.shared_bytes // 4,), "uint32", scope="shared.dyn", align=128)
+        R = T.alloc_local([max(1, held) * 32], "uint32")
+        V = T.alloc_local([32], "uint32")  # one tile
+        b = T.alloc_local([8], "uint32")
+        c = T.alloc_local([8], "float32")
+        d = T.alloc_local([4], "uint32")
+        f = T.alloc_local([8], "uint32")  # of the phase's two axes
+
+        @T.inline
+        def factor(s, F, spread):
+            # The words of operand A (rows q, columns p); words {h, 2 + h} are operand B (rows p, columns q) of half h of q.
+            # spread: q in an order that makes a lane's two pairs of outputs neighbours.
+            for kh in T.unroll(2):
+                for rh in T.unroll(2):
+                    q = T.meta_var((g // 2 * 4 + rh * 2 + g % 2) if spread else (g + 8 * rh))
+                    sm[table + (s * 32 + lane) * 4 + kh * 2 + rh] = T.cast(F[(2 * t + 8 * kh) * 16 + q], "uint32") | (
+                        T.cast(F[(2 * t + 1 + 8 * kh) * 16 + q], "uint32") << T.uint32(16)
+                    )
+
+        @T.inline
+        def use(e, axis):  # the factor of an axis, as the phase's factor e
+            T.ptx["ld.shared.v4.b32"](
+                f[e * 4], f[e * 4 + 1], f[e * 4 + 2], f[e * 4 + 3], sm.ptr_to([table + (axis * 32 + lane) * 4])
+            )
+
+        @T.inline
+        def renew(
+            after,
+        ):  # me again, but not before the word `after` is there: keeps loads from being moved up, and their registers
+            T.ptx["and.b32"](b[0], zero[0], after)
+            me[0] = tx + T.cast(b[0], "int32")
+
+        @T.inline
+        def meet():  # before other threads' chunks are read, or overwritten
+            if local_rows:
+                T.cuda.warp_sync()
+            else:
+                T.cuda.cta_sync()
+
+        @T.inline
+        def fetch(block):  # a block's tiles: the first of a warp into R, the others into the thread's own part of the stage
+            for u in T.unroll(staged):
+                for z in T.unroll(8):
+                    T.ptx[COPY](
+                        sm.ptr_to([stage + ((u * 8 + z) * threads + tx) * 4]),
+                        x.ptr_to([source(block, warp * a_warp + held + u, t_axis(z, t), g_axis(z, g))]),
+                        16,
+                    )
+            if staged > 0:
+                T.ptx.cp.async_.commit_group()
+            for u in T.unroll(held):
+                for z in T.unroll(8):
+                    e = T.meta_var(u * 32 + z * 4)
+                    T.ptx[load](
+                        R[e],
+                        R[e + 1],
+                        R[e + 2],
+                        R[e + 3],
+                        x.ptr_to([source(block, warp * a_warp + u, t_axis(z, t), g_axis(z, g))]),
+                    )
+
+        @T.inline
+        def contract(D, o, s, b0, b1):  # D[o …] = the phase's factor s as operand A (16 x 16) times (b0, b1)
+            T.ptx[mma](
+                D[o], D[o + 1], D[o + 2], D[o + 3], f[s * 4], f[s * 4 + 1], f[s * 4 + 2], f[s * 4 + 3], b0, b1,
+                T.float32(0), T.float32(0), T.float32(0), T.float32(0),
+            )  # fmt: skip
+
+        @T.inline
+        def turn(S, o, w, odd):  # contract the t axis on one 16-bit element of word w of the eight chunks; into b[4 odd …]
+            for z in T.unroll(4):
+                T.ptx["prmt.b32"](d[z], S[o + z * 8 + w], S[o + z * 8 + 4 + w], T.uint32(0x7632 if odd else 0x5410))
+            for a in T.unroll(2):
+                contract(c, a * 4, 0, d[a * 2], d[a * 2 + 1])
+            # c[4a + 2h + e]: t axis 8h + g, g axis 8a + 2t + e
+            for h in T.unroll(2):
+                for a in T.unroll(2):
+                    T.ptx[pack](b[(4 if odd else 0) + h * 2 + a], c[a * 4 + h * 2 + 1], c[a * 4 + h * 2])
+
+        @T.inline
+        def both(S, o, tile):  # the two axes of the pair on the eight chunks S[o …], and their way into shared memory
+            for w in T.unroll(4):
+                turn(S, o, w, False)
+                turn(S, o, w, True)
+                for h in T.unroll(2):
+                    contract(c, 0, 1, b[h * 2], b[h * 2 + 1])
+                    contract(c, 4, 1, b[4 + h * 2], b[4 + h * 2 + 1])
+                    # c[4 odd + 2a + e]: g axis 8a + g, t axis 8h + 2t + e
+                    for z in T.unroll(4):
+                        T.ptx[pack](S[o + (z // 2 * 4 + h * 2 + z % 2) * 4 + w], c[4 + z], c[z])
+            for z in T.unroll(8):
+                e = T.meta_var(o + z * 4)
+                T.ptx["st.shared.v4.b32"](
+                    sm.ptr_to([place(tile, t_axis(z, t), g_axis(z, g))]), S[e], S[e + 1], S[e + 2], S[e + 3]
+                )
+
+        if tx < 32:
+            factor(0, f0, False)
+            factor(1, f1, False)
+            factor(2, f2, n == 3)
+            if n > 3:
+                factor(3, f3, True)
+        if ahead:
+            fetch(cta)
+        T.cuda.cta_sync()
+        for it in T.serial((blocks - cta + grid - 1) // grid if looped else 1):
+            block = T.meta_var(cta + it * grid)
+            T.ptx["shr.u32"](zero[0], T.cast(it, "uint32"), T.uint32(24))
+            me[0] = tx + T.cast(zero[0], "int32")
+            if not ahead:
+                fetch(block)
+            use(0, pair[0])
+            use(1, pair[1])
+            for u in T.unroll(held):
+                both(R, u * 32, warp * a_warp + u)
+            if staged > 0:
+                T.ptx.cp.async_.wait_group(0)
+                for u in T.unroll(staged):
+                    for e in T.unroll(8):
+                        T.ptx["ld.shared.v4.b32"](
+                            V[e * 4],
+                            V[e * 4 + 1],
+                            V[e * 4 + 2],
+                            V[e * 4 + 3],
+                            sm.ptr_to([stage + ((u * 8 + e) * threads + tx) * 4]),
+                        )
+                    both(V, 0, warp * a_warp + held + u)
+            if ahead:
+                if staged > 0:
+                    renew(V[31])
+                else:
+                    renew(R[held * 32 - 1])
+                if block + grid < blocks:
+                    fetch(block + grid)
+            meet()
+            use(0, last[0])
+            if two_last:
+                use(1, last[1])
+            for v in T.serial(rounds, unroll=plan.unroll):
+                unit = T.meta_var(warp * rounds + v)
+                # matrices: half of a_{n-1} = lane // 8 % 2, half of a_{n-2} = lane // 16
+                T.ptx[LDMATRIX](b[0], b[1], b[2], b[3], sm.ptr_to([neighbour(unit, lane % 8 + lane // 16 * 8, lane // 8 % 2)]))
+                if two_last:
+                    for a in T.unroll(2):
+                        contract(c, a * 4, 0, b[a * 2], b[a * 2 + 1])
+                    for h in T.unroll(2):
+                        for a in T.unroll(2):
+                            T.ptx[pack](b[h * 2 + a], c[a * 4 + h * 2 + 1], c[a * 4 + h * 2])
+                    for h in T.unroll(2):
+                        contract(c, h * 4, 1, b[h * 2], b[h * 2 + 1])
+                else:  # data as operand A: rows a_{n-2}
+                    for h in T.unroll(2):
+                        T.ptx[mma](
+                            c[h * 4], c[h * 4 + 1], c[h * 4 + 2], c[h * 4 + 3], b[0], b[2], b[1], b[3],
+                            f[h], f[2 + h],
+                            T.float32(0), T.float32(0), T.float32(0), T.float32(0),
+                        )  # fmt: skip
+                # c[4h + 2a + e]: a_{n-2} = 8a + g, a_{n-1} = 4t + 2h + e
+                for h in T.unroll(2):
+                    for a in T.unroll(2):
+                        T.ptx[pack](b[a * 2 + h], c[h * 4 + a * 2 + 1], c[h * 4 + a * 2])
+                for a in T.unroll(2):
+                    at = T.meta_var(block * block_words + (unit * 16 + g + 8 * a) * 8 + 2 * t)
+                    if ragged:
+                        if block * rows + unit // units < m:
+                            T.ptx[store](y.ptr_to([at]), b[a * 2], b[a * 2 + 1])
+                    else:
+                        T.ptx[store](y.ptr_to([at]), b[a * 2], b[a * 2 + 1])
+            if looped:
+                meet()
+
+    return kernel
