@@ -2,13 +2,14 @@
 
 Read first: `train` (records -> files), `load_prior` (files -> `Prior`), `pretrained` (the one to use, or a warning and None).
 
-`<space>.json` is the manifest: format, versions, columns, what it was trained on, the files of its boosters. `<space>.<i>.json`
-is a booster in xgboost's own JSON. They are looked for in the folder `models` of the user's logs, then among the shipped logs.
+`<space>.json` is the manifest: format, versions, columns, what it was trained on, the files of its boosters.
+`<space>.<i>.json.gz` is a booster in xgboost's own JSON. They are looked for in the folder `models` of the user's logs, then among the shipped logs.
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import json
 import warnings
@@ -88,7 +89,7 @@ def save_prior(prior: Prior, folder: Path, space: str, digest: str) -> tuple[Pat
 
     import kronsched
 
-    names = [f"{space}.{i}.json" for i in range(len(prior.boosters))]
+    names = [f"{space}.{i}.json.gz" for i in range(len(prior.boosters))]
     manifest = {
         "format": FORMAT,
         "space": space,
@@ -105,7 +106,7 @@ def save_prior(prior: Prior, folder: Path, space: str, digest: str) -> tuple[Pat
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, booster in zip(names, prior.boosters, strict=True):
-            (folder / name).write_bytes(booster.to_json())
+            (folder / name).write_bytes(gzip.compress(booster.to_json(), mtime=0))
         path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     except OSError as e:
         raise ArgumentError(f"out={str(folder)!r} cannot be written: {e.strerror or e}") from None

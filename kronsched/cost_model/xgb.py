@@ -10,7 +10,9 @@ leave in it (`trust`). So a wrong prior is corrected by few observations.
 
 from __future__ import annotations
 
+import gzip
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,15 +117,15 @@ class Booster:
 
     @classmethod
     def from_json(cls, path: Path, columns: Sequence[str], threads: int = 1) -> Booster:
-        """Read what `to_json` gave from a file; nothing is unpickled. Raises ModelError with one line."""
+        """Read what `to_json` gave from a gzip-compressed file; nothing is unpickled. Raises ModelError with one line."""
         import xgboost
 
         booster = xgboost.Booster({"nthread": threads})
         try:
-            booster.load_model(bytearray(path.read_bytes()))
+            booster.load_model(bytearray(gzip.decompress(path.read_bytes())))
             width = booster.num_features()
-        except OSError as e:
-            raise ModelError(f"cost model {str(path)!r} cannot be read: {e.strerror or e}") from None
+        except (OSError, EOFError, zlib.error) as e:
+            raise ModelError(f"cost model {str(path)!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
         except xgboost.core.XGBoostError as e:
             raise ModelError(f"cost model {str(path)!r} is damaged: {_first_line(str(e))}") from None
         if width != len(columns):

@@ -69,13 +69,12 @@ def load(
 def choose_config(workload: Workload, device: Device) -> tuple[str, dict[str, object], str]:
     """(space, config, origin) when nothing was measured: the cost model's choice where it is clearly better, else the default.
 
-    origin: "predicted, not measured" or "default, not measured". Without a model for this device (see
-    `kronsched.cost_model.pretrained`) it is the default of the first schedule that serves the workload.
+    origin: "predicted, not measured" or "default, not measured" (see `kronsched.search.predict`).
     """
     schedules = registry.schedules_for(workload, device)
     if not schedules:
         raise UnsupportedError(f"{workload.label}: no schedule of this version serves it on {device.name} ({device.kind})")
-    if not any(_has_model(schedule.name) for schedule in schedules):  # then neither xgboost nor the search is imported
+    if len(schedules) == 1 and not _has_model(schedules[0].name):  # then neither xgboost nor the search is imported
         return schedules[0].name, dict(schedules[0].default_config(workload, device)), DEFAULT
     from kronsched.search.predict import predict
 

@@ -55,6 +55,9 @@ class Schedule(abc.ABC):
     family: ClassVar[str]
     device_kind: ClassVar[str]
     """"cuda" or "cpu"."""
+    untuned_share: ClassVar[float] = 0.2
+    """A rough guess of the share of the roofline that the default config reaches on a large shape. It decides between schedules
+    only until a cost model knows better: what is measured never asks for it."""
 
     @abc.abstractmethod
     def space(self, workload: Workload, device: Device) -> SearchSpace:

@@ -35,6 +35,7 @@ class KronCudaChain(Schedule):
     name: ClassVar[str] = "kron_cuda_chain"
     family: ClassVar[str] = "kron"
     device_kind: ClassVar[str] = "cuda"
+    untuned_share: ClassVar[float] = 0.7
 
     def supports(self, workload: Workload, device: Device) -> str | None:
         """None for the sizes in `kron_chain_plan.SERVED` on sm_80 or later where a row fits in shared memory."""

@@ -48,6 +48,7 @@ class KronCudaMma(Schedule):
     name: ClassVar[str] = "kron_cuda_mma"
     family: ClassVar[str] = "kron"
     device_kind: ClassVar[str] = "cuda"
+    untuned_share: ClassVar[float] = 0.35
 
     def supports(self, workload: Workload, device: Device) -> str | None:
         """No float64, no GPU before sm_80, no factor that does not fit in shared memory."""

@@ -63,7 +63,11 @@ class KronCudaSimt(Schedule):
         return SearchSpace(self.name, knobs, check)
 
     def default_config(self, workload: Workload, device: Device) -> Config:
-        """Fuse as many axes as fit with tiles of about 8,192 elements; falls back to ever smaller launches."""
+        """Fuse many axes with tiles of about 8,192 elements; falls back to ever smaller launches.
+
+        Where that makes fewer tiles than the device has SMs: smaller tiles, and more threads with less work each. Factors of 16 or
+        more rows are contracted in blocks of outputs, two axes a launch; of 64 or more, one.
+        """
         assert isinstance(workload, KronMatmul)
         space = self.space(workload, device)
         values = {k.name: k.values for k in space.knobs}
@@ -71,9 +75,18 @@ class KronCudaSimt(Schedule):
             "regs": 64, "grouping": "tail", "order": "tail", "stage_in": "shared", "stage_out": "direct", "threads": 256,
             "vec": 4, "pad": 4, "ctile": 32, "tq": 8, "tr": 1, "unroll": 4096, "fuse": 1, "tile": 512, "factors_in": "shared",
         }  # fmt: skip
+        largest, few = max(max(pair) for pair in workload.factors), workload.m * workload.k_in < device.units * 8192
+        tiles, most = (8192, 32768, 2048, 512), max(values["fuse"])
+        if few:
+            wish["regs"], tiles = 8, (2048, 8192, 32768, 512)
+        if largest >= 16:
+            wish["regs"], wish["tr"], most = 8, 4, most if few else min(most, 2)
+        if largest >= 64:
+            wish["tq"], most = 4, 1
         wish = {k: v if v in values[k] else values[k][-1] for k, v in wish.items()}
-        for fuse in sorted(values["fuse"], reverse=True):
-            for tile in (8192, 32768, 2048, 512):
+        fuses = sorted(values["fuse"], key=lambda v: (v > most, -v))
+        for fuse in fuses:
+            for tile in tiles:
                 for factors_in, stage_in in itertools.product(("shared", "global"), ("shared", "direct")):
                     trial = {**wish, "fuse": fuse, "tile": tile, "factors_in": factors_in, "stage_in": stage_in}
                     try:

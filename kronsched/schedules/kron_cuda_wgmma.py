@@ -30,6 +30,7 @@ class KronCudaWgmma(Schedule):
     name: ClassVar[str] = "kron_cuda_wgmma"
     family: ClassVar[str] = "kron"
     device_kind: ClassVar[str] = "cuda"
+    untuned_share: ClassVar[float] = 0.5
 
     def supports(self, workload: Workload, device: Device) -> str | None:
         """None for float32, sm_90a, factors of 64 × 64 or 128 × 128, and lines along the last axis in multiples of 64."""

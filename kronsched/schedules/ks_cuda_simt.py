@@ -104,6 +104,7 @@ class KSCudaSimt(Schedule):
     name: ClassVar[str] = "ks_cuda_simt"
     family: ClassVar[str] = "ks"
     device_kind: ClassVar[str] = "cuda"
+    untuned_share: ClassVar[float] = 0.1
 
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/ks_cuda_simt.toml, less the values that mean nothing at this shape."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kronsched.cost_model.base import CostModel
 from kronsched.cost_model.transfer import Prior, predicted_share, seen_space
 from kronsched.cost_model.xgb import XgbModel
-from kronsched.errors import InvalidConfig
+from kronsched.errors import InvalidConfig, UnsupportedError
 from kronsched.runtime.load import DEFAULT
 from kronsched.search.distinctive import Distinctive
 from kronsched.space import Candidate, SearchSpace
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 ROUNDS = 6
 FAR = 4.0
 """Mean octaves between a shape and the nearest that the model knows, beyond which the default is taken."""
-CLEARLY = 0.05
-"""Log of the speed-up over the default that the model must promise."""
+CLEARLY = 0.2
+"""Log of the speed-up over the default that the model must promise: about as much as it errs by on a shape it has not seen."""
 DOUBT = 3.0
 """How many times the disagreement of the model's boosters the promised speed-up must exceed."""
+LAUNCH_US = 3.0
+"""About the least time of any kernel: keeps guesses for small shapes from promising less."""
 PREDICTED = "predicted, not measured"
 
 
@@ -45,20 +47,30 @@ class Prediction:
 
 
 def predict(workload: Workload, device: Device, schedules: Sequence[Schedule], seed: int = 0) -> Prediction:
-    """The choice among the schedules that serve a workload; the default of the first one where no model knows the device.
+    """The choice among the schedules that serve a workload, by the time expected of each.
 
-    Models of different schedules are compared by the time they expect: the roofline time of the workload, over the share of it
-    that the schedule's best reached on the nearest known shapes, times how much slower than that best the choice should be.
+    With a model: the roofline time of the workload, over the share of it that the schedule's best reached on the nearest known
+    shapes, times how much slower than that best the choice should be. Without one: the default config, at the schedule's
+    `untuned_share` of the roofline, and the time of a launch. A schedule that cannot build its default here is passed over.
     """
-    best: Prediction | None = None
-    for schedule in schedules:
-        found = _predict_one(schedule, workload, device, seed)
-        if found is not None and found.us is not None and (best is None or best.us is None or found.us < best.us):
-            best = found
-    if best is not None:
-        return best
-    space = schedules[0].space(workload, device)
-    return Prediction(schedules[0], space.candidate(schedules[0].default_config(workload, device)), DEFAULT, None)
+    found = [p for s in schedules if (p := _predict_one(s, workload, device, seed) or _guess(s, workload, device)) is not None]
+    if not found:
+        raise UnsupportedError(f"{workload.label}: no schedule of this version has a default config for it on {device.name}")
+    return min(found, key=lambda p: math.inf if p.us is None else p.us)
+
+
+def _guess(schedule: Schedule, workload: Workload, device: Device) -> Prediction | None:
+    """The default config and a time for comparison."""
+    from kronsched.hardware import floor_us
+
+    try:
+        default = schedule.space(workload, device).candidate(schedule.default_config(workload, device))
+    except InvalidConfig as e:
+        warnings.warn(f"{schedule.name} is passed over: {e}", stacklevel=3)
+        return None
+    known = device.bandwidth_gbs > 0 and "float32" in device.peak_gflops
+    us = floor_us(workload, device) / schedule.untuned_share + LAUNCH_US if known else None
+    return Prediction(schedule, default, DEFAULT, us)
 
 
 def predict_best(space: SearchSpace, model: CostModel, default: Candidate, n: int = 8, seed: int = 0) -> list[Candidate]:

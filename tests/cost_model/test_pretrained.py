@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import warnings
 from pathlib import Path
@@ -52,8 +53,8 @@ def test_a_saved_model_scores_the_same(saved: Path, prior: Prior) -> None:
 def test_the_files_are_json_and_small(saved: Path) -> None:
     data = json.loads(saved.read_text())
     assert data["digest"] == "0123" and data["versions"]["xgboost"] == xgboost.__version__
-    assert data["columns"] and data["boosters"] == ["made_up.0.json", "made_up.1.json"]
-    assert "learner" in json.loads((saved.parent / "made_up.0.json").read_text())
+    assert data["columns"] and data["boosters"] == ["made_up.0.json.gz", "made_up.1.json.gz"]
+    assert "learner" in json.loads(gzip.decompress((saved.parent / "made_up.0.json.gz").read_bytes()))
     assert sum(p.stat().st_size for p in saved.parent.iterdir()) < 3_000_000
 
 
@@ -74,7 +75,7 @@ def test_training_writes_a_model_for_each_schedule_with_records(tmp_path: Path) 
         Journal(log).append(record)
     [done] = train("kron", [log], tmp_path / "models")
     assert (done.schedule, done.shapes, done.records) == ("made_up", 1, 60)
-    assert [p.name for p in done.files] == ["made_up.json", *(f"made_up.{i}.json" for i in range(4))]
+    assert [p.name for p in done.files] == ["made_up.json", *(f"made_up.{i}.json.gz" for i in range(4))]
     assert pretrained(FusedSchedule(), fused_workload(1024), H200, [tmp_path / "models"]) is not None
 
 
@@ -93,7 +94,7 @@ def test_nothing_to_train_from_and_nowhere_to_write(tmp_path: Path, prior: Prior
 
 def damage(saved: Path, change: str) -> None:
     data = json.loads(saved.read_text())
-    booster = saved.parent / "made_up.0.json"
+    booster = saved.parent / "made_up.0.json.gz"
     if change == "format":
         data["format"] = 99
     elif change == "version":
@@ -111,12 +112,17 @@ def damage(saved: Path, change: str) -> None:
     elif change == "no booster":
         booster.unlink()
     elif change == "empty booster":
+        booster.write_bytes(gzip.compress(b'{"learner": {}}'))
+    elif change == "torn booster":
+        booster.write_bytes(booster.read_bytes()[:-9])
+    elif change == "plain booster":
         booster.write_text('{"learner": {}}')
     text = json.dumps(data)
     saved.write_text(text[: len(text) // 2] if change == "torn" else "[]" if change == "list" else text)
 
 
 CHANGES = ["format", "version", "columns", "types", "path", "missing", "known", "no booster", "empty booster", "torn", "list"]
+CHANGES += ["torn booster", "plain booster"]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -101,7 +101,7 @@ from kronsched.hardware import PRESETS
 from kronsched.runtime.load import choose_config
 import kronsched.cost_model.pretrained as pretrained
 pretrained.model_dirs = lambda: []
-print(choose_config(KronMatmul(64, [(8, 8)]), PRESETS["nvidia/h200"])[2])
+print(choose_config(KronMatmul(64, [(8, 8)], "float64"), PRESETS["nvidia/h200"])[2])  # one schedule serves it
 assert not {"xgboost", "kronsched.search.predict"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

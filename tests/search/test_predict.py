@@ -15,6 +15,7 @@ from kronsched.cost_model import pretrained
 from kronsched.cost_model.null import NullModel
 from kronsched.cost_model.pretrained import save_prior
 from kronsched.cost_model.transfer import Shape, fit_prior, shapes_of
+from kronsched.errors import InvalidConfig, UnsupportedError
 from kronsched.hardware import PRESETS
 from kronsched.runtime.load import choose_config
 from kronsched.schedules.kron_cuda_simt import KronCudaSimt
@@ -72,16 +73,32 @@ def save(folder: Path, schedule: FusedSchedule, faster: float = 1.0) -> None:
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(pretrained, "model_dirs", lambda: [tmp_path])
+    monkeypatch.setattr("kronsched.search.predict.CLEARLY", 0.05)  # the made-up table has less to gain
     return tmp_path
 
 
 W = fused_workload(1024)
 
 
-def test_without_a_model_the_default_of_the_first_schedule_is_taken(models: Path) -> None:
-    found = predict(W, H200, [Twin(), FusedSchedule()])
-    assert (found.schedule.name, found.origin, found.us) == ("made_up_twin", "default, not measured", None)
-    assert found.candidate.config == Twin().default_config(W, H200)
+def test_without_a_model_the_default_of_the_schedule_that_promises_most_is_taken(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for share, name in ((0.1, "made_up"), (0.9, "made_up_twin")):
+        monkeypatch.setattr(Twin, "untuned_share", share)
+        found = predict(W, H200, [FusedSchedule(), Twin()])
+        assert (found.schedule.name, found.origin) == (name, "default, not measured")
+        assert found.candidate.config == found.schedule.default_config(W, H200)
+
+
+def test_a_schedule_that_has_no_default_here_is_passed_over(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: object) -> None:
+        raise InvalidConfig("nothing fits")
+
+    monkeypatch.setattr(Twin, "default_config", nothing)
+    with pytest.warns(UserWarning, match="made_up_twin is passed over: nothing fits"):
+        assert predict(W, H200, [Twin(), FusedSchedule()]).schedule.name == "made_up"
+    with pytest.warns(UserWarning), pytest.raises(UnsupportedError, match="has a default config"):
+        predict(W, H200, [Twin()])
 
 
 def test_a_schedule_with_a_model_goes_before_one_without(models: Path) -> None:
