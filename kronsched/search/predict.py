@@ -61,16 +61,21 @@ def predict(workload: Workload, device: Device, schedules: Sequence[Schedule], s
 
 def _guess(schedule: Schedule, workload: Workload, device: Device) -> Prediction | None:
     """The default config and a time for comparison."""
-    from kronsched.hardware import floor_us
-
     try:
         default = schedule.space(workload, device).candidate(schedule.default_config(workload, device))
     except InvalidConfig as e:
         warnings.warn(f"{schedule.name} is passed over: {e}", stacklevel=3)
         return None
-    known = device.bandwidth_gbs > 0 and "float32" in device.peak_gflops
-    us = floor_us(workload, device) / schedule.untuned_share + LAUNCH_US if known else None
-    return Prediction(schedule, default, DEFAULT, us)
+    return Prediction(schedule, default, DEFAULT, guessed_us(schedule, workload, device))
+
+
+def guessed_us(schedule: Schedule, workload: Workload, device: Device) -> float:
+    """What the default config of a schedule may take where no model knows; infinite on a device whose rates are not known."""
+    from kronsched.hardware import floor_us
+
+    if not (device.bandwidth_gbs > 0 and "float32" in device.peak_gflops):
+        return math.inf
+    return floor_us(workload, device) / schedule.untuned_share + LAUNCH_US
 
 
 def predict_best(space: SearchSpace, model: CostModel, default: Candidate, n: int = 8, seed: int = 0) -> list[Candidate]:

@@ -250,7 +250,7 @@ def _predict(run: _Run, compiler: str, begin: float) -> TuneResult:
     from kronsched.search.predict import predict_best
 
     plan = run.plan
-    arm = min(plan.arms, key=lambda a: _expected_us(plan, a))  # the first, where no model says otherwise
+    arm = min(plan.arms, key=lambda a: _expected_us(plan, a))
     trained = arm.strategy.uses_model and arm.model.trained
     chosen = predict_best(arm.space, arm.model, arm.default, seed=run.seed) if arm.default is not None else []
     if not chosen:
@@ -284,14 +284,16 @@ def _is_safe(plan: Plan, arm: Arm, candidate: Candidate) -> bool:
 
 
 def _expected_us(plan: Plan, arm: Arm) -> float:
-    """What the best of a schedule should take, infinite where no model has an idea."""
+    """What the best of a schedule should take; of a schedule without a model, what its default should take."""
     from kronsched.cost_model.transfer import Prior
     from kronsched.cost_model.xgb import XgbModel
-    from kronsched.search.predict import expected_us, predict_best
+    from kronsched.search.predict import expected_us, guessed_us, predict_best
 
     model = arm.model
-    if arm.default is None or not isinstance(model, XgbModel) or not isinstance(model.prior, Prior):
+    if arm.default is None:
         return float("inf")
+    if not isinstance(model, XgbModel) or not isinstance(model.prior, Prior):
+        return guessed_us(arm.schedule, plan.workload, plan.device)
     first = predict_best(arm.space, model, arm.default, n=1)[0]
     return expected_us(plan.workload, plan.device, model.prior, model, first)
 
