@@ -32,8 +32,9 @@ def plugin(tmp_path: Path) -> Path:
 @pytest.fixture
 def toy(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(plugin.parent)
+    sys.modules.pop("toy_family", None)  # another test's plugin: its import would register nothing here
     yield importlib.import_module("toy_family")
-    del sys.modules["toy_family"]
+    sys.modules.pop("toy_family", None)
 
 
 def test_by_the_api(toy: ModuleType, tmp_path: Path) -> None:
