@@ -40,7 +40,7 @@ _WHERE = {
     "register_schedule": "kronsched.registry",
     "register_strategy": "kronsched.registry",
 }
-_PACKAGES = ("nn", "quant")  # reachable as kronsched.nn without an import of their own
+_PACKAGES = ("distributed", "nn", "quant")  # reachable as kronsched.nn without an import of their own
 __all__ = [*_WHERE, "__version__"]
 
 

@@ -1,0 +1,196 @@
+"""`kron_matmul` over a mesh of ranks: each holds a block of X and gets the same block of X (F1 ⊗ … ⊗ FN).
+
+Read first: grid.py (how blocks move), `kron_matmul`, `_pipeline`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from kronsched.distributed import comm
+from kronsched.distributed.comm import Flight, GridGroups, Shared, Start, Wait
+from kronsched.distributed.grid import Grid, Phase, Shapes, as_grid, nearest_grid, needed_phases, positive
+from kronsched.errors import ArgumentError, ArgumentTypeError
+from kronsched.nn import checks
+from kronsched.nn.functional import kron_matmul as local_product
+
+
+def kron_matmul(
+    x_shard: Tensor,
+    factors: Sequence[Tensor],
+    mesh: DeviceMesh | None = None,
+    *,
+    local: int | None = None,
+    grid: Grid | tuple[int, int] | None = None,
+    chunks: int = 1,
+    verify: bool | None = None,
+) -> Tensor:
+    """One rank's block (m, ΠQi / GK) of Y = X (F1 ⊗ … ⊗ FN), X being spread over a GM × GK grid of the mesh's ranks.
+
+    x_shard: (m, ΠPi / GK), this rank's block as `kronsched.distributed.shard` cuts it. m is the same for the ranks of one row of
+    the grid, and may differ between rows (uneven and empty blocks are right).
+    factors: 1 to 64 matrices Fi (Pi, Qi), the same on every rank.
+    mesh: of one dimension, or of two, (GM, GK). Ranks are taken in row-major order.
+    x_shard may also be a DTensor (M, ΠPi) with the placements [Shard(0), Shard(1)], or [Shard(0)] or [Shard(1)] on a mesh of one
+    dimension: mesh and grid are then its own, and the result is a DTensor placed in the same way.
+    local: the most factors multiplied between two exchanges; None takes the phases that exchange the fewest elements.
+    grid: (GM, GK); None is the shape of a two-dimensional mesh, else GK follows from the columns of x_shard.
+    chunks: pieces of rows; the exchange of one overlaps with the multiplication of the next.
+    verify: compare the ranks' arguments first, so that a rank that differs gives an error and not a hang. None: on the CPU only,
+    since on a GPU it waits for the device.
+
+    All ranks must call it, and go backward through it, in the same order. Differentiable, twice and more: the gradient of x_shard
+    is this rank's block, those of the factors are summed over the ranks (the loss being the sum of the ranks' losses). float32,
+    float64, float16 and bfloat16; blocks are exchanged in that dtype. Backends: NCCL, gloo.
+
+    Raises ArgumentError or ArgumentTypeError naming the argument, with the nearest grid that works where a dimension does not
+    divide, and CommunicationError when a rank ends or does not answer within the timeout of `init_process_group`.
+    """
+    if isinstance(x_shard, DTensor):
+        from kronsched.distributed.dtensor import kron_matmul_dtensor
+
+        options = {"local": local, "chunks": chunks, "verify": verify}
+        return kron_matmul_dtensor(x_shard, factors, mesh, grid, options)
+    mesh, factors = _check_mesh(mesh), _check(x_shard, factors)
+    _check_place(x_shard, mesh)
+    shapes = tuple((int(f.shape[0]), int(f.shape[1])) for f in factors)
+    chosen = _grid(x_shard, shapes, mesh, grid)
+    steps = needed_phases(shapes, chosen, local)
+    positive("chunks", chunks)
+    _check_columns(x_shard, shapes, chosen)
+    if verify or (verify is None and x_shard.device.type == "cpu"):
+        _compare(x_shard, factors, mesh, chosen, (steps, chunks))
+    groups = comm.grid_groups(mesh, chosen, x_shard.device)
+    shared: Sequence[Tensor] = factors
+    if torch.is_grad_enabled() and any(f.requires_grad for f in factors):
+        shared = Shared.apply(groups, *factors)  # type: ignore[no-untyped-call]
+    if chosen.columns == 1 and len(steps) == 1:
+        return local_product(x_shard, shared)
+    return _pipeline(x_shard, shared, steps, groups, min(chunks, max(1, x_shard.shape[0])))
+
+
+def _pipeline(x: Tensor, factors: Sequence[Tensor], steps: Sequence[Phase], groups: GridGroups, chunks: int) -> Tensor:
+    """Every phase of every chunk: a chunk's exchange is waited for only when its next phase, or the end, needs it."""
+    parts: list[tuple[Tensor, Flight | None]] = [(part, None) for part in x.tensor_split(chunks)]
+    for number, step in enumerate(steps, 1):
+        what = f"exchange {number} of {len(steps)}"
+        parts = [_phase(_landed(*part), factors, step, groups, what) for part in parts]
+    done = [_landed(*part) for part in parts]
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def _phase(x: Tensor, factors: Sequence[Tensor], step: Phase, groups: GridGroups, what: str) -> tuple[Tensor, Flight | None]:
+    """Multiply a group of trailing axes of the block (m, L · ΠPi) and send it off as (GK, m, ΠQi / GK, L)."""
+    gk, m = groups.grid.columns, x.shape[0]
+    lead = step.k_in // step.group_in // gk
+    y = local_product(x.reshape(m * lead, step.group_in), factors[step.start : step.stop])
+    if gk == 1:
+        return y.reshape(m, lead, step.group_out).transpose(1, 2).reshape(m, step.k_out), None
+    send = y.reshape(m, lead, gk, step.group_out // gk).permute(2, 0, 3, 1).contiguous()
+    flight = Flight(groups, what)
+    return Start.apply(send, flight), flight  # type: ignore[no-untyped-call]
+
+
+def _landed(x: Tensor, flight: Flight | None) -> Tensor:
+    """The block (m, columns) of what was sent off: (rank, m, group, L) becomes (m, group, rank, L)."""
+    if flight is None:
+        return x
+    received: Tensor = Wait.apply(x, flight)  # type: ignore[no-untyped-call]
+    gk, m, group, lead = received.shape
+    return received.permute(1, 2, 0, 3).reshape(m, group * gk * lead)
+
+
+# -- checks ---------------------------------------------------------------------------------------------
+
+
+def _check(x_shard: Any, factors: Any) -> list[Tensor]:
+    checks.check_x(x_shard)
+    if x_shard.dim() != 2:
+        raise ArgumentError(f"x_shard has shape {tuple(x_shard.shape)}: (rows, columns) is needed")
+    listed = checks.check_factors(factors)
+    for i, f in enumerate(listed):
+        checks.check_same(f"factors[{i}]", f, x_shard)
+        if f.dim() != 2:
+            raise ArgumentError(f"factors[{i}] has shape {tuple(f.shape)}: (P, Q) is needed, batches are not spread over ranks")
+    return listed
+
+
+def _check_mesh(mesh: Any) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(f"mesh is of type {type(mesh).__name__}: a torch.distributed.device_mesh.DeviceMesh is needed")
+    if mesh.ndim > 2:
+        raise ArgumentError(f"mesh has {mesh.ndim} dimensions: 1, or 2 for (GM, GK), are needed")
+    return mesh
+
+
+def _check_place(x_shard: Tensor, mesh: DeviceMesh) -> None:
+    if mesh.device_type != x_shard.device.type:
+        raise ArgumentTypeError(f"x_shard is on {x_shard.device}, the mesh is of {mesh.device_type}")
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(f"mesh: rank {dist.get_rank()} is not one of its ranks {mesh.mesh.flatten().tolist()}")
+
+
+def _grid(x_shard: Tensor, shapes: Shapes, mesh: DeviceMesh, grid: Any) -> Grid:
+    """The grid that is asked for, that of the mesh, or that of the block."""
+    ranks, k = mesh.size(), prod(p for p, _ in shapes)
+    if grid is not None:
+        asked = as_grid(grid)
+        if asked.ranks != ranks:
+            near = nearest_grid(ranks, shapes, asked.columns)
+            raise ArgumentError(f"grid={asked} has {asked.ranks} ranks, the mesh {ranks}; the nearest grid that works is {near}")
+        if mesh.ndim == 2 and tuple(mesh.mesh.shape) != (asked.rows, asked.columns):
+            raise ArgumentError(f"grid={asked} is not the shape {tuple(mesh.mesh.shape)} of the mesh: leave it out")
+        return asked
+    if mesh.ndim == 2:
+        return Grid(*(int(size) for size in mesh.mesh.shape))
+    columns = x_shard.shape[1]
+    if columns and k % columns == 0 and ranks % (k // columns) == 0:
+        return Grid(ranks * columns // k, k // columns)
+    near = nearest_grid(ranks, shapes, max(1, round(k / max(1, columns))))
+    raise ArgumentError(
+        f"x_shard has {columns} columns, which no grid of {ranks} ranks gives for K={k}; the nearest grid that works is "
+        f"{near}, with {k // near.columns} columns"
+    )
+
+
+def _check_columns(x_shard: Tensor, shapes: Shapes, grid: Grid) -> None:
+    k = prod(p for p, _ in shapes)
+    if x_shard.shape[1] * grid.columns != k:
+        raise ArgumentError(
+            f"x_shard has {x_shard.shape[1]} columns, {k // grid.columns} are needed: K={k}, the product of the factors' "
+            f"rows, over GK={grid.columns} of grid={grid}"
+        )
+
+
+def _compare(x_shard: Tensor, factors: Sequence[Tensor], mesh: DeviceMesh, grid: Grid, rest: tuple[Any, ...]) -> None:
+    """An error on every rank when their calls differ."""
+    tracked = torch.is_grad_enabled()
+    grads = [tracked and f.requires_grad for f in factors]
+    gradient_of_x = tracked and x_shard.requires_grad and grid.columns > 1
+    same = zlib.crc32(repr((grid, rest, x_shard.dtype, [tuple(f.shape) for f in factors], grads)).encode())
+    found = comm.gather_ints((same, x_shard.shape[0], gradient_of_x), mesh, x_shard.device, grid)
+    for rank, (other, rows, tracks) in enumerate(found):
+        first = rank - rank % grid.columns
+        if other != found[0][0]:
+            raise ArgumentError(
+                f"rank {rank} and rank 0 of the mesh differ in the grid, local, chunks, the dtype, or the factors' shapes or "
+                "requires_grad: these must be equal on all ranks"
+            )
+        if rows != found[first][1]:
+            raise ArgumentError(
+                f"x_shard has {rows} rows on rank {rank} of the mesh and {found[first][1]} on rank {first}: equal rows are "
+                f"needed in one row of grid={grid}"
+            )
+        if tracks != found[first][2]:
+            raise ArgumentError(
+                f"x_shard.requires_grad differs between the ranks {first} and {rank} of the mesh: it must be equal"
+            )

@@ -1,0 +1,106 @@
+"""Measured figures for a mesh: its link, and the quickest number of local factors and of chunks. Every rank gets the same answer.
+
+Read first: `measure_link`, `measured_choices`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from kronsched.distributed.comm import everyone
+from kronsched.distributed.cost import CHUNKS, Link
+from kronsched.distributed.grid import phases, positive
+from kronsched.distributed.kron import kron_matmul
+from kronsched.errors import ArgumentError
+
+
+def measure_link(mesh: DeviceMesh, small: int = 2**22, large: int = 2**28, repeats: int = 5) -> Link:
+    """The `Link` of an all-to-all by all ranks of the mesh: a line through the times of two sizes of block (bytes a rank)."""
+    ranks = mesh.size()
+    if ranks < 2:
+        raise ArgumentError("mesh has 1 rank: 2 or more are needed to measure a link")
+    if not positive("small", small) < positive("large", large):
+        raise ArgumentError(f"small={small} is not allowed: an int below large={large} is needed")
+    device = _device(mesh)
+    group = everyone(mesh, device)
+    points = []
+    for size in (small, large):
+        send = torch.zeros(max(1, size // ranks) * ranks, dtype=torch.uint8, device=device)
+        received = torch.empty_like(send)
+
+        def exchange(received: Tensor = received, send: Tensor = send) -> Any:
+            return dist.all_to_all_single(received, send, group=group)
+
+        points.append((send.numel() // ranks * (ranks - 1), _time_us(exchange, repeats, group, device)))
+    (b0, t0), (b1, t1) = points
+    slope = max(t1 - t0, 1e-3) / (b1 - b0)
+    return Link(1 / (slope * 1e3), max(0.0, t0 - b0 * slope), f"measured with {ranks} ranks on {device.type}")
+
+
+@dataclass(frozen=True, order=True)
+class Choice:
+    """A measured call: the slowest rank's time in microseconds, and the options `local` and `chunks` that gave it."""
+
+    us: float
+    local: int
+    chunks: int
+
+
+def measured_choices(
+    x_shard: Tensor, factors: Sequence[Tensor], mesh: DeviceMesh, *, chunks: Sequence[int] = CHUNKS, repeats: int = 5
+) -> list[Choice]:
+    """`kron_matmul` of these arguments with every number of local factors that makes other phases, and of chunks; quickest first.
+
+    The grid is that of the mesh or of the block. Forward only; call it on every rank.
+    """
+    with torch.no_grad():
+        kron_matmul(x_shard, factors, mesh)  # checks the arguments
+    shapes = tuple((int(f.shape[0]), int(f.shape[1])) for f in factors)
+    columns = prod(p for p, _ in shapes) // x_shard.shape[1]
+    distinct = {phases(shapes, columns, local): local for local in range(len(shapes), 0, -1)}
+    group, found = everyone(mesh, x_shard.device), []
+    for steps, local in distinct.items():
+        for count in chunks if steps is not None else ():
+
+            def call(local: int = local, count: int = count) -> Tensor:
+                return kron_matmul(x_shard, factors, mesh, local=local, chunks=count, verify=False)
+
+            with torch.no_grad():
+                found.append(Choice(_time_us(call, repeats, group, x_shard.device), local, count))
+    return sorted(found)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _time_us(call: Callable[[], Any], repeats: int, group: Any, device: torch.device) -> float:
+    """Median of the calls' times, each that of the slowest rank; the ranks start each call together."""
+    call()  # kernels are built, connections made
+    times = []
+    for _ in range(positive("repeats", repeats)):
+        dist.barrier(group)
+        _settle(device)
+        start = time.perf_counter()
+        call()
+        _settle(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return float(slowest.median()) * 1e6
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
