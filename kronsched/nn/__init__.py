@@ -1,6 +1,7 @@
-"""Kron-Matmul for torch users: a differentiable function, a layer, kernels for any number of rows, a linear_operator adapter.
+"""Structured matmuls for torch users: differentiable functions, layers, kernels for any batch, a linear_operator adapter.
 
-Read first: `kron_matmul` in functional.py. Importing `kronsched.nn.linear_operator` switches that adapter on.
+Read first: `kron_matmul` in functional.py, `ks_matmul` in ks_functional.py. Importing `kronsched.nn.linear_operator` switches
+that adapter on.
 """
 
 from __future__ import annotations
@@ -12,13 +13,25 @@ if TYPE_CHECKING:
     from kronsched.nn.dynamic import DynamicKron as DynamicKron
     from kronsched.nn.functional import kron_matmul as kron_matmul
     from kronsched.nn.kron_linear import KronLinear as KronLinear
+    from kronsched.nn.ks_functional import ks_matmul as ks_matmul
+    from kronsched.nn.ks_linear import KSLinear as KSLinear
+    from kronsched.nn.ks_nearest import nearest_ks as nearest_ks
+    from kronsched.nn.monarch import ButterflyLinear as ButterflyLinear
+    from kronsched.nn.monarch import MonarchLinear as MonarchLinear
     from kronsched.nn.nearest import nearest_kron as nearest_kron
+    from kronsched.nn.w4a16_linear import W4A16Linear as W4A16Linear
 
 _WHERE = {
+    "ButterflyLinear": "kronsched.nn.monarch",
     "DynamicKron": "kronsched.nn.dynamic",
+    "KSLinear": "kronsched.nn.ks_linear",
     "KronLinear": "kronsched.nn.kron_linear",
+    "MonarchLinear": "kronsched.nn.monarch",
+    "W4A16Linear": "kronsched.nn.w4a16_linear",
     "kron_matmul": "kronsched.nn.functional",
+    "ks_matmul": "kronsched.nn.ks_functional",
     "nearest_kron": "kronsched.nn.nearest",
+    "nearest_ks": "kronsched.nn.ks_nearest",
 }
 _MODULES = ("functional", "linear_operator")
 __all__ = list(_WHERE)

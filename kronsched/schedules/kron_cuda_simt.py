@@ -65,8 +65,8 @@ class KronCudaSimt(Schedule):
     def default_config(self, workload: Workload, device: Device) -> Config:
         """Fuse many axes with tiles of about 8,192 elements; falls back to ever smaller launches.
 
-        Where that makes fewer tiles than the device has SMs: smaller tiles, and more threads with less work each. Factors of 16 or
-        more rows are contracted in blocks of outputs, two axes a launch; of 64 or more, one.
+        Where that makes fewer tiles than the device has SMs: smaller tiles, and more threads with less work each. Factors of 16
+        or more rows are contracted in blocks of outputs, two axes a launch; of 64 or more, one.
         """
         assert isinstance(workload, KronMatmul)
         space = self.space(workload, device)
@@ -76,7 +76,8 @@ class KronCudaSimt(Schedule):
             "vec": 4, "pad": 4, "ctile": 32, "tq": 8, "tr": 1, "unroll": 4096, "fuse": 1, "tile": 512, "factors_in": "shared",
         }  # fmt: skip
         largest, few = max(max(pair) for pair in workload.factors), workload.m * workload.k_in < device.units * 8192
-        tiles, most = (8192, 32768, 2048, 512), max(values["fuse"])
+        tiles, fuses = (8192, 32768, 2048, 512), [int(v) for v in values["fuse"]]
+        most = max(fuses)
         if few:
             wish["regs"], tiles = 8, (2048, 8192, 32768, 512)
         if largest >= 16:
@@ -84,8 +85,7 @@ class KronCudaSimt(Schedule):
         if largest >= 64:
             wish["tq"], most = 4, 1
         wish = {k: v if v in values[k] else values[k][-1] for k, v in wish.items()}
-        fuses = sorted(values["fuse"], key=lambda v: (v > most, -v))
-        for fuse in fuses:
+        for fuse in sorted(fuses, key=lambda v: (v > most, -v)):
             for tile in tiles:
                 for factors_in, stage_in in itertools.product(("shared", "global"), ("shared", "direct")):
                     trial = {**wish, "fuse": fuse, "tile": tile, "factors_in": factors_in, "stage_in": stage_in}

@@ -81,6 +81,11 @@ class KSMatmul(Workload):
                 f"at most {MAX_ELEMENTS} are supported yet"
             )
 
+    @property
+    def gradient(self) -> str:
+        """Where the derivative of a module's call is; see `TunedModule.gradient`."""
+        return f"kronsched.nn.ks_autograd:of_{self.layout}"
+
     # -- shape --------------------------------------------------------------------------------------
 
     @property

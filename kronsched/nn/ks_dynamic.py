@@ -1,0 +1,166 @@
+"""Kernels of one Kronecker-sparse chain for any batch from few builds: `KSKernels`.
+
+Batch first, a batch is at most two calls on views of rows (`kronsched.nn.dynamic.row_plan`). Batch last, some columns are not a
+contiguous tensor: the columns are copied into the next bucket (`column_plan`), whose spare columns are zeros, and the result is
+copied out of it; both copies are saved where the batch is a bucket or was tuned. What is the same for both: a batch that was
+tuned gets its own kernel, and other buckets the config of the nearest tuned one.
+
+Read first: `column_plan`, `KSKernels`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kronsched.errors import CompileError, InvalidConfig, UnsupportedError
+from kronsched.hardware import resolve_target
+from kronsched.nn import ks_nearby
+from kronsched.nn.dynamic import row_plan
+from kronsched.runtime.cache import get_or_build
+from kronsched.runtime.load import load
+from kronsched.runtime.module import TunedModule
+from kronsched.workloads.ks import KSMatmul, Pattern
+
+if TYPE_CHECKING:
+    import torch
+
+    from kronsched.records.schema import TuningRecord
+
+_LARGEST_POWER = 30
+_FINE = 32
+"""Batches above it have four buckets an octave."""
+
+
+def column_bucket(n: int) -> int:
+    """The bucket of n columns: the next power of two, from 32 on the next number whose three leading bits alone are set."""
+    step = 1 << (n.bit_length() - 3) if n > _FINE else 1 << (n - 1).bit_length()
+    return -(-n // step) * step
+
+
+def column_plan(n: int, cap: int = 1 << _LARGEST_POWER) -> list[tuple[int, int, int]]:
+    """(first column, columns, bucket) of the calls that cover n columns; one call, unless n is more than `cap`, a bucket."""
+    spans = []
+    for start in range(0, n, cap):
+        count = min(cap, n - start)
+        spans.append((start, count, column_bucket(count)))
+    return spans
+
+
+class KSKernels:
+    """The kernels of one chain of patterns, layout, dtype and device, built as they are needed. Thread-safe."""
+
+    def __init__(self, patterns: Sequence[Pattern], layout: str, dtype: str, device: str) -> None:
+        """Nothing is built yet. `device`: "auto", "cpu", "cuda" or "cuda:N"."""
+        one = KSMatmul(batch=1, pattern=tuple(patterns), dtype=dtype, layout=layout)
+        self.patterns, self.layout, self.dtype = one.patterns, layout, dtype
+        self.features_out = one.sizes[-1]
+        self._device = resolve_target(device)
+        if not self._device.present:
+            raise UnsupportedError(f"device={device!r} is not on this machine")
+        self.device = f"cuda:{self._device.index}" if self._device.kind == "cuda" else "cpu"
+        self._cap = next(1 << e for e in range(_LARGEST_POWER, -1, -1) if self._fits(1 << e))
+        self._lock = threading.Lock()
+        self.modules: dict[int, TunedModule] = {}
+        self._tuned: dict[int, TuningRecord] | None = None
+
+    def plan(self, n: int) -> list[tuple[int, int, int]]:
+        """(first sample, samples, batch of the kernel) of each kernel call that n samples take."""
+        if n in self._known():
+            return [(0, n, n)]
+        if self.layout == "batch_last":
+            return column_plan(n, self._cap)
+        return [(start, rows, rows) for start, rows in row_plan(n, self._cap)]
+
+    def prepare(self, *batches: int) -> None:
+        """Build and load what these batches need, such as before a CUDA graph is captured."""
+        for n in batches:
+            for _, _, bucket in self.plan(n):
+                self.module(bucket)
+
+    def module(self, batch: int) -> TunedModule:
+        """The kernel for exactly this batch, built when there is none."""
+        found = self.modules.get(batch)
+        if found is None:
+            with self._lock:
+                found = self.modules.get(batch)
+                if found is None:
+                    found = self.modules[batch] = self._build(self._workload(batch))
+        return found
+
+    def __call__(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Y of x, (n, features) or (features, n) by the layout, n ≥ 1, and of the weights (a, b, c, d), without autograd."""
+        n = x.shape[0] if self.layout == "batch_first" else x.shape[1]
+        spans = self.plan(n)
+        if len(spans) == 1 and spans[0][2] == n:
+            result: torch.Tensor = self.module(n)(x, *weights)
+            return result
+        weights = [w.contiguous() for w in weights]
+        return self._by_rows(x, weights, spans) if self.layout == "batch_first" else self._by_columns(x, weights, spans)
+
+    def _by_rows(self, x: torch.Tensor, weights: Sequence[torch.Tensor], spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        x = x.contiguous()
+        out = x.new_empty((x.shape[0], self.features_out))
+        for start, rows, bucket in spans:
+            self.module(bucket).call_torch([x[start : start + rows], *weights], out[start : start + rows])
+        return out
+
+    def _by_columns(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], spans: Sequence[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        out = x.new_empty((self.features_out, x.shape[1]))
+        for start, columns, bucket in spans:
+            padded = x.new_empty((x.shape[0], bucket))
+            padded[:, :columns] = x[:, start : start + columns]
+            padded[:, columns:] = 0
+            out[:, start : start + columns] = self.module(bucket).call_torch([padded, *weights], None)[:, :columns]
+        return out
+
+    def _fits(self, batch: int) -> bool:
+        try:
+            self._workload(batch)
+        except UnsupportedError:
+            return False
+        return True
+
+    def _workload(self, batch: int) -> KSMatmul:
+        return KSMatmul(batch=batch, pattern=self.patterns, dtype=self.dtype, layout=self.layout)
+
+    def _known(self) -> dict[int, TuningRecord]:
+        if self._tuned is None:
+            self._tuned = ks_nearby.tuned_batches(self._workload(1), self._device)
+        return self._tuned
+
+    def _build(self, workload: KSMatmul) -> TunedModule:
+        tuned = self._known()
+        for record in ks_nearby.usable(workload, self._device, tuned) if workload.batch not in tuned else ():
+            try:
+                artefact = get_or_build(workload, record.space["name"], record.config, self._device)
+            except (CompileError, InvalidConfig):
+                continue
+            origin = f"config of batch={record.workload['batch']}, not measured"
+            return TunedModule.from_artefact(artefact, device_index=self._device.index, origin=origin)
+        return load(workload, device=self.device)
+
+
+# -- kernels shared by every caller of this process ----------------------------------------------------
+
+_shared: dict[tuple[tuple[Pattern, ...], str, str, str], KSKernels] = {}
+_shared_lock = threading.Lock()
+
+
+def kernels_for(patterns: tuple[Pattern, ...], layout: str, dtype: str, device: str) -> KSKernels:
+    """The process's kernels for a chain of patterns, a layout, a dtype and a device ("cpu" or "cuda:N")."""
+    key = (patterns, layout, dtype, device)
+    found = _shared.get(key)
+    if found is None:
+        with _shared_lock:
+            found = _shared.get(key) or _shared.setdefault(key, KSKernels(patterns, layout, dtype, device))
+    return found
+
+
+def clear() -> None:
+    """Forget the shared kernels, so that the next call looks into the logs again, such as after tuning."""
+    with _shared_lock:
+        _shared.clear()
