@@ -32,7 +32,7 @@ def _print(found: Comparison) -> None:
     title = f"{found.label} on {found.device}: best of all runs {time_text(found.best_us)}"
     rows = [
         [
-            f"{run.strategy} seed {run.seed}",
+            run.name,
             time_text(run.best_us),
             f"{run.trials} ({run.failures})",
             f"{run.seconds:.1f} s",
@@ -41,10 +41,7 @@ def _print(found: Comparison) -> None:
         for run in found.runs
     ]
     print_table(title, ["run", "best", "trials (failed)", "wall", *(f"to {share:.0%}" for share in SHARES)], rows)
-    curve = [
-        [f"{run.strategy} seed {run.seed}", *(time_text(us) for us in (*run.after_trials, *run.after_seconds))]
-        for run in found.runs
-    ]
+    curve = [[run.name, *(time_text(us) for us in (*run.after_trials, *run.after_seconds))] for run in found.runs]
     print_table("best so far", ["run", *(f"{n} trials" for n in TRIALS), *(f"{s:g} s" for s in SECONDS)], curve)
 
 

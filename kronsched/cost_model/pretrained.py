@@ -3,7 +3,8 @@
 Read first: `train` (records -> files), `load_prior` (files -> `Prior`), `pretrained` (the one to use, or a warning and None).
 
 `<space>.json` is the manifest: format, versions, columns, what it was trained on, the files of its boosters.
-`<space>.<i>.json.gz` is a booster in xgboost's own JSON. They are looked for in the folder `models` of the user's logs, then among the shipped logs.
+`<space>.<i>.json.gz` is a booster in xgboost's own JSON. They are looked for in the folder `models` of the user's logs, then
+among the shipped logs.
 """
 
 from __future__ import annotations

@@ -41,6 +41,11 @@ class Run:
     after_seconds: tuple[float | None, ...]
     reached: tuple[tuple[float, float] | None, ...]
 
+    @property
+    def name(self) -> str:
+        """What tells it from the others: the log's file name, strategy and seed."""
+        return f"{Path(self.log).name.removesuffix('.gz').removesuffix('.jsonl')}: {self.strategy}, seed {self.seed}"
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -245,11 +245,21 @@ class _Run:
 
 
 def _predict(run: _Run, compiler: str, begin: float) -> TuneResult:
-    """For a device that is not here: choose by the model or the default, compile, measure nothing, and say so."""
+    """For a device that is not here: the best record that logs hold, else what the model or the schedule chooses, compiled.
+
+    Nothing is measured and no log is written; the message says so, and where the candidate comes from.
+    """
+    from kronsched.records.database import find_best
     from kronsched.runtime.cache import get_or_build
     from kronsched.search.predict import predict_best
 
     plan = run.plan
+    record = find_best(plan.workload, plan.device)
+    known = None if record is None else next((a for a in plan.arms if a.space.name == record.space["name"]), None)
+    if record is not None and known is not None and known.space.invalid(record.config) is None:
+        built = get_or_build(plan.workload, known.schedule, record.config, plan.device, compiler)
+        how = f"the best record of the logs, {record.median_us:.4g} µs when it was measured"
+        return _unmeasured(run, begin, record.candidate, built, how)
     arm = min(plan.arms, key=lambda a: _expected_us(plan, a))
     trained = arm.strategy.uses_model and arm.model.trained
     chosen = predict_best(arm.space, arm.model, arm.default, seed=run.seed) if arm.default is not None else []
@@ -265,7 +275,12 @@ def _predict(run: _Run, compiler: str, begin: float) -> TuneResult:
         except (CompileError, InvalidConfig) as e:
             run.emit("message", message=f"a predicted candidate does not compile and is passed over: {str(e).splitlines()[0]}")
     how = "the cost model's choice" if trained and candidate != arm.default else "the schedule's default"
-    message = f"{plan.device.name} is not on this machine: nothing was measured, the candidate is {how}"
+    return _unmeasured(run, begin, candidate, artefact, f"{how} of {arm.schedule.name}")
+
+
+def _unmeasured(run: _Run, begin: float, candidate: Candidate, artefact: object, how: str) -> TuneResult:
+    name = run.plan.device.name
+    message = f"{name} is not on this machine: nothing was measured, no log was written, the candidate is {how}"
     run.emit("message", message=message)
     run.emit("end")
     return run.result(begin, predicted=candidate, artefact=artefact, message=message)

@@ -48,7 +48,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["compare", str(log), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["best_us"] == 10.0
     assert cli(["compare", str(log)]) == 0
-    assert "distinctive seed 3" in capsys.readouterr().out
+    assert "a: distinctive, seed 3" in capsys.readouterr().out
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:

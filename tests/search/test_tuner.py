@@ -369,3 +369,16 @@ def test_a_kernel_beyond_the_roofline_has_the_ceilings_measured_again(tmp_path: 
     mended = run(tmp_path / "b.jsonl", target=slow)
     assert asked == [slow]
     assert mended.roofline_fraction == pytest.approx(honest.roofline_fraction)
+
+
+def test_on_a_device_that_is_not_here_the_best_record_of_the_logs_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that somebody measured there goes before any prediction."""
+    run(None, workload=W, trials=40, strategy="random")  # in the user's log of W, as measured on an H200
+    from kronsched.records.database import find_best
+
+    best = find_best(W, H200)
+    assert best is not None
+    result = predicted(monkeypatch, tmp_path / "a.jsonl")
+    assert result.predicted == best.candidate and "best record of the logs" in result.message
