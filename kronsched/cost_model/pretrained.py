@@ -13,6 +13,7 @@ import functools
 import gzip
 import hashlib
 import json
+import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -91,10 +92,12 @@ def save_prior(prior: Prior, folder: Path, space: str, digest: str) -> tuple[Pat
     import kronsched
 
     names = [f"{space}.{i}.json.gz" for i in range(len(prior.boosters))]
+    files = [gzip.compress(booster.to_json(), mtime=0) for booster in prior.boosters]
     manifest = {
         "format": FORMAT,
         "space": space,
         "boosters": names,
+        "sha256": [hashlib.sha256(data).hexdigest() for data in files],
         "columns": list(prior.columns.names),
         "records": prior.records,
         "digest": digest,
@@ -106,12 +109,20 @@ def save_prior(prior: Prior, folder: Path, space: str, digest: str) -> tuple[Pat
     path = folder / f"{space}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, booster in zip(names, prior.boosters, strict=True):
-            (folder / name).write_bytes(gzip.compress(booster.to_json(), mtime=0))
-        path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for name, data in zip(names, files, strict=True):
+            _replace(folder / name, data)
+        _replace(path, (json.dumps(manifest, indent=1) + "\n").encode())
     except OSError as e:
         raise ArgumentError(f"out={str(folder)!r} cannot be written: {e.strerror or e}") from None
     return (path, *(folder / name for name in names))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; between files, the digests in the manifest tell a half-written model."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        file.write(data)
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path)
 
 
 def load_prior(path: Path) -> Prior:
@@ -121,25 +132,46 @@ def load_prior(path: Path) -> Prior:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         form, names, columns = data["format"], list(data["boosters"]), list(data["columns"])
+        digests = list(data["sha256"])
         version, records = str(data["versions"]["xgboost"]), int(data["records"])
         known = tuple(_known(k) for k in data["known"])
         values = {str(name): frozenset(found) for name, found in data["values"].items()}
     except OSError as e:
         raise ModelError(f"cost model {str(path)!r} cannot be read: {e.strerror or e}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as e:
         raise ModelError(f"cost model {str(path)!r} is damaged: {type(e).__name__}: {e}") from None
     if form != FORMAT:
         raise ModelError(f"cost model {str(path)!r}: format={form!r} is not supported, only {FORMAT}")
     if version.split(".")[0] != xgboost.__version__.split(".")[0]:
         raise ModelError(f"cost model {str(path)!r} was written by xgboost {version}, this is {xgboost.__version__}")
-    if not names or not all(isinstance(n, str) and Path(n).name == n for n in (*names, *columns)):
+    if not names or not all(isinstance(n, str) and Path(n).name == n and "\0" not in n for n in (*names, *columns)):
         raise ModelError(f"cost model {str(path)!r} is damaged: boosters and columns must be plain names")
+    if len(set(columns)) != len(columns) or len(digests) != len(names):
+        raise ModelError(f"cost model {str(path)!r} is damaged: a column repeats, or boosters and their digests differ in number")
+    if data.get("space") != path.stem:
+        raise ModelError(f"cost model {str(path)!r} is of space {str(data.get('space'))[:40]!r}")
+    for name, digest in zip(names, digests, strict=True):
+        _check_digest(path.parent / name, digest)
     boosters = tuple(Booster.from_json(path.parent / n, columns) for n in names)
     return Prior(boosters, Columns(columns), known, records, values=values)
 
 
+def _check_digest(path: Path, digest: object) -> None:
+    """A booster is read by native code, which a damaged file could take down."""
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as e:
+        raise ModelError(f"cost model {str(path)!r} cannot be read: {e.strerror or e}") from None
+    if found != digest:
+        raise ModelError(f"cost model {str(path)!r} is damaged: its content is not what the manifest says")
+
+
 def _known(data: Mapping[str, Any]) -> Known:
-    return Known({str(k): float(v) for k, v in data["columns"].items()}, str(data["device"]), float(data["best_share"]))
+    columns = {str(k): float(v) for k, v in data["columns"].items()}
+    share = float(data["best_share"])
+    if not (0 < share < 100 and all(abs(v) < 1e6 for v in columns.values())):
+        raise ValueError("a figure of a known shape is out of range")
+    return Known(columns, str(data["device"]), share)
 
 
 # -- use ------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class Table:
             if len(found) != 1:
                 raise ArgumentError(f"table {name}: one {what} is needed, the records hold {', '.join(sorted(found)) or 'none'}")
         entries = {r.candidate: entry_of(r, objective) for r in records}
-        return cls(name, records[0].space["name"], entries, _subject(records[0]))
+        return cls(name, records[0].space["name"], entries, _subject(records))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -195,17 +195,26 @@ def observation_of(record: TuningRecord, objective: str = "time") -> Observation
     return Observation(record.candidate, record.status, cost_of(record, objective), record.kernel.get("source_sha256"))
 
 
-def _subject(record: TuningRecord) -> Subject | None:
-    """None when this version does not know the family, the schedule or the device: then only knobs are seen."""
+def _subject(records: Sequence[TuningRecord]) -> Subject | None:
+    """None when this version does not know the family, the schedule or the device, or the schedule has other knobs by now.
+
+    Then only knobs are seen.
+    """
     from kronsched import registry
 
-    device = device_of(record.target)
+    device = device_of(records[0].target)
     if device is None:
         return None
     try:
-        return Subject(registry.workload_from_dict(record.workload), device, registry.schedule(record.space["name"]))
+        workload = registry.workload_from_dict(records[0].workload)
+        schedule = registry.schedule(records[0].space["name"])
+        if schedule.family != workload.family or schedule.supports(workload, device) is not None:
+            return None
+        knobs = {k.name: {type(v) for v in k.values} for k in schedule.space(workload, device).knobs}
     except (KronschedError, TypeError):
         return None
+    fits = all(r.config.keys() == knobs.keys() and all(type(v) in knobs[n] for n, v in r.config.items()) for r in records)
+    return Subject(workload, device, schedule) if fits else None
 
 
 def _order(value: Value) -> tuple[bool, float, str]:

@@ -115,6 +115,8 @@ class SearchSpace:
                 return f"knob {knob.name!r} is missing"
             if config[knob.name] not in self._index[knob.name]:
                 return f"{knob.name}={config[knob.name]!r} is not one of {list(knob.values)}"
+        if len(config) > len(self.knobs):
+            return f"knob {next(name for name in config if name not in self._index)!r} is unknown"
         return self._check(config) if self._check else None
 
     def at(self, index: int) -> Candidate:

@@ -12,6 +12,7 @@ import pytest
 import xgboost
 
 from kronsched import registry
+from kronsched.cost_model import pretrained as pretrained_module
 from kronsched.cost_model.base import ModelError
 from kronsched.cost_model.features import Columns, Featurizer
 from kronsched.cost_model.pretrained import ModelWarning, digest_of, load_prior, pretrained, save_prior, train
@@ -113,6 +114,15 @@ def damage(saved: Path, change: str) -> None:
         booster.unlink()
     elif change == "empty booster":
         booster.write_bytes(gzip.compress(b'{"learner": {}}'))
+    elif change in ("records", "share", "column twice", "space", "digest"):
+        value = {
+            "records": ("records", float("inf")),
+            "share": ("known", [{**data["known"][0], "best_share": float("nan")}]),
+            "column twice": ("columns", [data["columns"][1], *data["columns"][1:]]),
+            "space": ("space", "another"),
+            "digest": ("sha256", ["0" * 64, *data["sha256"][1:]]),
+        }[change]
+        data[value[0]] = value[1]
     elif change == "torn booster":
         booster.write_bytes(booster.read_bytes()[:-9])
     elif change == "plain booster":
@@ -122,7 +132,7 @@ def damage(saved: Path, change: str) -> None:
 
 
 CHANGES = ["format", "version", "columns", "types", "path", "missing", "known", "no booster", "empty booster", "torn", "list"]
-CHANGES += ["torn booster", "plain booster"]
+CHANGES += ["torn booster", "plain booster", "records", "share", "column twice", "space", "digest"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -159,3 +169,22 @@ def test_a_good_model_is_used_without_a_word_and_a_new_file_is_noticed(saved: Pa
     damage(saved, "torn")
     with pytest.warns(ModelWarning):
         assert pretrained(FusedSchedule(), fused_workload(), H200, [saved.parent]) is None
+
+
+def test_training_that_was_cut_short_leaves_a_model_that_is_refused(
+    saved: Path, prior: Prior, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Boosters of two trainings do not mix unseen."""
+    replace_file, done = pretrained_module._replace, []
+
+    def cut(path: Path, data: bytes) -> None:
+        if done:
+            raise KeyboardInterrupt
+        done.append(path)
+        replace_file(path, data[:-8] + bytes(8))
+
+    monkeypatch.setattr(pretrained_module, "_replace", cut)
+    with pytest.raises(KeyboardInterrupt):
+        save_prior(prior, saved.parent, "made_up", "")
+    with pytest.raises(ModelError, match="not what the manifest says"):
+        load_prior(saved)

@@ -163,3 +163,11 @@ def test_only_values_that_occurred_often_are_known() -> None:
     assert prior is not None and prior.values["pad"] == frozenset({0, 1, 2, 4})
     space = seen_space(fused_table(1024).space, prior)
     assert [k.values for k in space.knobs if k.name == "pad"] == [(0, 1, 2, 4)]
+
+
+def test_records_with_other_knobs_are_passed_over() -> None:
+    """Of a later version, or of a plugin: they must not stop tuning or training."""
+    known = records(256, 40)
+    odd = [dataclasses.replace(r, config={**r.config, "zzz": 1}) for r in known[:10]]
+    (shape,) = shapes_of(FusedSchedule(), H200, [*known[10:], *odd])
+    assert len(shape.candidates) == 30

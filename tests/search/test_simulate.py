@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kronsched import registry
 from kronsched.errors import ArgumentError
 from kronsched.measure.base import BuildResult, Measured, RunResult
 from kronsched.records.journal import Journal
@@ -22,7 +24,7 @@ from kronsched.search.table import SimulatedMeasurer, Table
 from kronsched.space import Candidate, Config, Knob, SearchSpace
 from kronsched.workloads.base import Workload
 from kronsched.workloads.kron import KronMatmul
-from tests.search.synthetic import H200, fused_table, table_of
+from tests.search.synthetic import H200, FusedSchedule, fused_table, records, table_of
 
 KRON = KronMatmul(64, [(8, 8)] * 3)
 
@@ -209,3 +211,24 @@ def test_the_model_is_judged_on_what_it_has_not_seen() -> None:
 def test_wrong_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         simulate(small(), **wrong)
+
+
+@pytest.mark.parametrize("change", ["missing", "more", "type", "family"])
+def test_a_table_that_its_schedule_does_not_fit_is_seen_by_knobs_alone(change: str) -> None:
+    registry.register_schedule(FusedSchedule)
+    assert Table.from_records("plain", records(1024, 60)).subject is not None
+    found = []
+    for r in records(1024, 60):
+        config = dict(r.config)
+        first = next(iter(config))
+        if change == "missing":
+            del config[first]
+        elif change == "more":
+            config["zzz"] = 1
+        elif change == "type":
+            config[first] = "abc"
+        workload = {"family": "ks", "batch": 4, "pattern": [1, 2, 2, 1]} if change == "family" else r.workload
+        found.append(replace(r, config=config, workload=workload))
+    table = Table.from_records("odd", found)
+    assert table.subject is None
+    assert simulate(table, "distinctive", seeds=1, trials=20).runs[0].trials > 0
