@@ -12,6 +12,7 @@ from kronsched.hardware import resolve_target
 from kronsched.records.database import find_best, shipped_dir
 from kronsched.records.journal import read_log
 from kronsched.records.replay import replay
+from kronsched.search.table import Table
 
 LOGS = sorted(p for p in shipped_dir().rglob("*.jsonl") if "tables" not in p.parts)
 TABLES = sorted(shipped_dir().rglob("tables/*.jsonl.gz"))
@@ -47,3 +48,11 @@ def test_a_shipped_table_is_whole(path: Path) -> None:
         times.setdefault(r.kernel["source_sha256"], set()).add(r.median_us)
     assert all(len(found) == 1 for found in times.values())
     assert len(times) >= len(records) / 2
+
+
+def test_the_safe_default_is_near_the_best_of_the_shipped_tables() -> None:
+    tables = [Table.load(path) for path in TABLES]
+    held = [(table, table.get(default)) for table in tables for default in table.default()]
+    assert len(held) >= 6  # of the narrowed spaces, one does not hold it
+    for table, entry in held:
+        assert entry is not None and entry.cost is not None and table.optimum / entry.cost > 0.9, table.name

@@ -104,12 +104,12 @@ class Kernels:
 
     def _known(self) -> dict[int, TuningRecord]:
         if self._tuned is None:
-            self._tuned = nearby.tuned_rows(self._workload(1), self._device)
+            self._tuned = nearby.tuned_sizes(self._workload(1), self._device, "m")
         return self._tuned
 
     def _build(self, workload: KronMatmul) -> TunedModule:
         tuned = self._known()
-        for record in nearby.usable(workload, self._device, tuned) if workload.m not in tuned else ():
+        for record in nearby.usable(workload, self._device, tuned, "m") if workload.m not in tuned else ():
             try:
                 artefact = get_or_build(workload, record.space["name"], record.config, self._device)
             except (CompileError, InvalidConfig):

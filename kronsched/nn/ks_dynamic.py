@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kronsched.errors import CompileError, InvalidConfig, UnsupportedError
 from kronsched.hardware import resolve_target
-from kronsched.nn import ks_nearby
+from kronsched.nn import nearby
 from kronsched.nn.dynamic import row_plan
 from kronsched.runtime.cache import get_or_build
 from kronsched.runtime.load import load
@@ -129,12 +129,12 @@ class KSKernels:
 
     def _known(self) -> dict[int, TuningRecord]:
         if self._tuned is None:
-            self._tuned = ks_nearby.tuned_batches(self._workload(1), self._device)
+            self._tuned = nearby.tuned_sizes(self._workload(1), self._device, "batch")
         return self._tuned
 
     def _build(self, workload: KSMatmul) -> TunedModule:
         tuned = self._known()
-        for record in ks_nearby.usable(workload, self._device, tuned) if workload.batch not in tuned else ():
+        for record in nearby.usable(workload, self._device, tuned, "batch") if workload.batch not in tuned else ():
             try:
                 artefact = get_or_build(workload, record.space["name"], record.config, self._device)
             except (CompileError, InvalidConfig):

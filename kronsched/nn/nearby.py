@@ -1,6 +1,6 @@
-"""What the logs know about one list of factors at other numbers of rows: the source of configs for shapes nobody tuned.
+"""What the logs know about one workload at other numbers of rows (or batches): the source of configs for sizes nobody tuned.
 
-Read first: `tuned_rows`, `usable`.
+Read first: `tuned_sizes`, `usable`. `field` names the field that varies, such as "m" or "batch"; all others must agree.
 """
 
 from __future__ import annotations
@@ -9,36 +9,37 @@ import json
 from collections.abc import Iterator, Mapping
 from math import log2
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kronsched import registry
 from kronsched.errors import ArgumentError, RecordError
 from kronsched.records import database
 from kronsched.records.journal import MAX_LINE
 from kronsched.records.schema import TuningRecord
-from kronsched.workloads.kron import KronMatmul
+from kronsched.workloads.base import Workload
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
 
 
-def tuned_rows(workload: KronMatmul, device: Device) -> dict[int, TuningRecord]:
-    """The fastest record of this device for each m with the workload's factors and dtype, in the user's and the shipped logs."""
+def tuned_sizes(workload: Workload, device: Device, field: str) -> dict[int, TuningRecord]:
+    """The fastest record of this device for each value of the field, in the user's and the shipped logs."""
     best: dict[int, TuningRecord] = {}
     for folder in database.search_dirs():
         found: dict[int, TuningRecord] = {}
-        for record in _records(folder, workload, device):
-            m = int(record.workload["m"])
-            if m not in found or _time(record) < _time(found[m]):
-                found[m] = record
+        for record in _records(folder, workload, device, field):
+            size = int(record.workload[field])
+            if size not in found or _time(record) < _time(found[size]):
+                found[size] = record
         best = {**found, **best}  # the first folder, the user's, goes before later ones
     return best
 
 
-def usable(workload: KronMatmul, device: Device, tuned: Mapping[int, TuningRecord]) -> Iterator[TuningRecord]:
-    """The records whose config is valid for the workload, those of the nearest m (by ratio) first."""
-    for m in sorted(tuned, key=lambda m: (abs(log2(m / workload.m)), -m)):
-        record = tuned[m]
+def usable(workload: Workload, device: Device, tuned: Mapping[int, TuningRecord], field: str) -> Iterator[TuningRecord]:
+    """The records whose config is valid for the workload, those of the nearest size (by ratio) first."""
+    own = int(getattr(workload, field))
+    for size in sorted(tuned, key=lambda n: (abs(log2(n / own)), -n)):
+        record = tuned[size]
         try:
             schedule = registry.schedule(record.space["name"])
         except ArgumentError:  # a space this process does not know
@@ -47,10 +48,11 @@ def usable(workload: KronMatmul, device: Device, tuned: Mapping[int, TuningRecor
             yield record
 
 
-def _records(folder: Path, workload: KronMatmul, device: Device) -> Iterator[TuningRecord]:
-    """Ok records for the factors, dtype and device. Lines are told apart by bytes first: parsing all would take seconds."""
-    factors = [list(pair) for pair in workload.factors]
-    marks = [json.dumps(factors, separators=pair).encode() for pair in ((",", ":"), (", ", ": "))]
+def _records(folder: Path, workload: Workload, device: Device, field: str) -> Iterator[TuningRecord]:
+    """Ok records of the workload but for the field. Lines are told apart by bytes first: parsing all would take seconds."""
+    wanted = {name: value for name, value in workload.to_dict().items() if name != field}
+    longest = max(wanted.values(), key=lambda value: len(json.dumps(value)))  # its shape, which few lines share
+    marks = [json.dumps(longest, separators=pair).encode() for pair in ((",", ":"), (", ", ": "))]
     for path in database._logs(folder):
         try:
             data = path.read_bytes()
@@ -65,14 +67,13 @@ def _records(folder: Path, workload: KronMatmul, device: Device) -> Iterator[Tun
                 record = TuningRecord.from_json(line)
             except RecordError:  # `load` and `show` warn of it
                 continue
-            if record.ok and database.matches_device(record, device) and _same_but_m(record, workload, factors):
+            if record.ok and database.matches_device(record, device) and _agrees(record.workload, wanted, field):
                 yield record
 
 
-def _same_but_m(record: TuningRecord, workload: KronMatmul, factors: list[list[int]]) -> bool:
-    w, m = record.workload, record.workload.get("m")
-    same = (w.get("family"), w.get("factors"), w.get("dtype")) == (workload.family, factors, workload.dtype)
-    return same and isinstance(m, int) and m > 0
+def _agrees(given: Mapping[str, Any], wanted: Mapping[str, Any], field: str) -> bool:
+    size = given.get(field)
+    return isinstance(size, int) and size > 0 and all(given.get(name) == value for name, value in wanted.items())
 
 
 def _time(record: TuningRecord) -> float:

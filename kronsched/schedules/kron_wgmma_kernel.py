@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kronsched.schedules.kron_mma_kernel import tf32_parts
 from kronsched.schedules.kron_wgmma_layout import (
     LEADING,
     STRIDE,
@@ -33,7 +34,6 @@ from kronsched.schedules.kron_wgmma_plan import UNIT_BYTES, WgmmaLaunch
 
 STEPS = UNIT // 8
 """k-steps of a unit."""
-_HALF_ULP, _TF32_MASK = 0x1000, 0xFFFFE000
 
 
 def program(launch: WgmmaLaunch, name: str, source: str, target: str, size: int) -> Any:
@@ -278,13 +278,3 @@ class _Kernel:
             for r in range(4):
                 to = self.y.ptr_to([at + (8 * j + r % 2) * pitch + r // 2 * 8])
                 _do(T.ptx["st.global.f32"](to, sums[4 * j + r]))
-
-
-def tf32_parts(value: Any) -> tuple[Any, Any]:
-    """(high, low) as 32-bit words: value rounded to TF32; the rest, raised so that the tensor core's truncation rounds it."""
-    from tvm.script import tirx as T
-
-    bits = T.reinterpret("uint32", value)
-    high = (bits + T.uint32(_HALF_ULP)) & T.uint32(_TF32_MASK)
-    low = T.reinterpret("uint32", value - T.reinterpret("float32", high)) + T.uint32(_HALF_ULP)
-    return high, low
