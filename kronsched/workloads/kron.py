@@ -41,7 +41,7 @@ class KronMatmul(Workload):
     """Y = X (F1 ⊗ … ⊗ FN): X (M, ΠPi), Fi (Pi, Qi), Y (M, ΠQi), all of one dtype.
 
     m: rows of X, ≥ 1.  factors: N pairs (Pi, Qi), 1 ≤ N ≤ 64, each ≥ 1.  dtype: float32, float64, float16 or bfloat16; the
-    16-bit types accumulate in float32 and are rounded to storage where a tensor goes through shared or global memory.
+    16-bit types accumulate in float32 and are rounded to storage at most once an axis (and once where factors are merged).
     Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
     """
 
