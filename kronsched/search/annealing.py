@@ -55,8 +55,8 @@ class Annealing(PoolStrategy):
         self._chains: np.ndarray | None = None
 
     def ask(self, n: int) -> list[Candidate]:
-        """The next `n` of the plan; a new plan when it is used up."""
-        out: list[Candidate] = []
+        """The next `n` of the plan, a new plan when it is used up; the schedule's default before all."""
+        out = self.take(self.start_ids(n))
         while len(out) < n:
             self._plan = [i for i in self._plan if i not in self.taken]
             if not self._plan:

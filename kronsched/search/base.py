@@ -41,7 +41,8 @@ class SearchStrategy(abc.ABC):
     """Proposes candidates. Deterministic given the seed and the observations.
 
     `model` is shared with the tuner, which has already warm-started it; a strategy that does not use it ignores it.
-    `start` holds candidates worth measuring first (the schedule's default config); a strategy may ignore it.
+    `start` holds candidates worth measuring first (the schedule's default config). All searching strategies here do so: a
+    comparison in which only one of them knew the default would compare the default, not the search.
     `options` overrides fields of the class's `Options` by name.
     """
 

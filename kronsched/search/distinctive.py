@@ -83,7 +83,7 @@ class Distinctive(PoolStrategy):
 
     def ask(self, n: int) -> list[Candidate]:
         """A batch: space-filling before the model knows anything, else by the model."""
-        picked = self._start(n) if not self.taken else []
+        picked = self.start_ids(n)
         if len(picked) < n:
             ask = self._ask_model if self.model.trained else self._ask_apart
             picked += ask(n - len(picked), picked)
@@ -100,10 +100,6 @@ class Distinctive(PoolStrategy):
         return [self.pool.candidates[i] for i in self._active[order].tolist()]
 
     # -- where candidates come from -----------------------------------------------------------------
-
-    def _start(self, n: int) -> list[int]:
-        ids: list[int] = self.free(np.array([self.pool.id_of(c) for c in self.start], dtype=np.int64)).tolist()
-        return ids[:n]
 
     def _ask_apart(self, n: int, picked: list[int]) -> list[int]:
         """As far as possible from all that was asked and from each other."""

@@ -38,12 +38,14 @@ class Evolutionary(PoolStrategy):
     batch_size: int = 64
 
     def ask(self, n: int) -> list[Candidate]:
-        """A batch; random ones before the model knows anything."""
+        """A batch; the schedule's default before all, random ones before the model knows anything."""
+        out = self.take(self.start_ids(n))
+        n -= len(out)
         if not self.model.trained:
-            return self.take(self.random_ids(n))
+            return out + self.take(self.random_ids(n))
         picked = self._evolve()[: n - round(self.options.epsilon * n)]
         more = self.random_ids(n)
-        return self.take(picked + [i for i in more if i not in picked][: n - len(picked)])
+        return out + self.take(picked + [i for i in more if i not in picked][: n - len(picked)])
 
     def _evolve(self) -> list[int]:
         """Every free id met, best score first."""

@@ -191,6 +191,13 @@ class PoolStrategy(SearchStrategy):
                 if observation.cost_us is not None:
                     self.costs[i] = observation.cost_us
 
+    def start_ids(self, n: int) -> list[int]:
+        """Up to `n` ids of `start`, for the first batch; none once anything was asked or told."""
+        if self.taken:
+            return []
+        ids: list[int] = self.free(np.array([self.pool.id_of(c) for c in self.start], dtype=np.int64)).tolist()
+        return ids[:n]
+
     def take(self, ids: Iterable[int]) -> list[Candidate]:
         """Mark ids as asked and return their candidates."""
         out = []

@@ -15,5 +15,6 @@ class Random(PoolStrategy):
     uses_model: ClassVar[bool] = False
 
     def ask(self, n: int) -> list[Candidate]:
-        """The next `n` of the random order."""
-        return self.take(self.random_ids(n))
+        """The next `n` of the random order; the schedule's default before all."""
+        out = self.take(self.start_ids(n))
+        return out + self.take(self.random_ids(n - len(out)))

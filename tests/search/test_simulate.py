@@ -190,14 +190,15 @@ def test_simulation_is_repeatable() -> None:
     assert a.runs[0].best != simulate(fused_table(64), "distinctive", seeds=[8], trials=48).runs[0].best
 
 
-def test_the_default_config_comes_first_unless_it_must_not() -> None:
+@pytest.mark.parametrize("strategy", ["distinctive", "annealing", "evolutionary", "random"])
+def test_the_default_config_comes_first_unless_it_must_not(strategy: str) -> None:
     table = fused_table()
     [default] = table.default()
     entry = table.get(default)
     assert entry is not None and entry.cost is not None
-    first = simulate(table, "distinctive", seeds=1, trials=8).runs[0].best[0]
+    first = simulate(table, strategy, seeds=1, trials=8).runs[0].best[0]
     assert first == table.optimum / entry.cost
-    assert simulate(table, "distinctive", seeds=1, trials=8, default_first=False).runs[0].best[0] != first
+    assert simulate(table, strategy, seeds=1, trials=8, default_first=False).runs[0].best[0] != first
 
 
 def test_the_model_is_judged_on_what_it_has_not_seen() -> None:
