@@ -1,4 +1,4 @@
-"""The float32 chained Kron-Matmul kernel: FMA on radix-64 register groups, one launch.
+"""The chained Kron-Matmul kernel of float32, and of P = 2 and 4 in any type: FMA on radix-64 register groups, one launch.
 
 A row is (A, K, B): A the first axes, 64 elements; B the last axes, 64 elements; K one axis of size P, or none.
 
@@ -7,7 +7,8 @@ A row is (A, K, B): A the first axes, 64 elements; B the last axes, 64 elements;
 
 Each exchange is in place; a (A, K) line of 64 floats is padded by four, which keeps every access free of bank conflicts. Factors
 are read from shared memory, 16 bytes for all lanes at once, for `group` sums at a time. The next rows come by cp.async into spare
-shared memory; the planes of A that do not fit there come through registers during the last phase.
+shared memory; the planes of A that do not fit there come through registers during the last phase. 16-bit values are float32 from
+the first load to the only rounding, at the end.
 
 Read first: `chain_fma`.
 """
@@ -19,74 +20,99 @@ from __future__ import annotations
 
 from typing import Any
 
+from kronsched.schedules.kron_chain_half import PACK
+from kronsched.schedules.kron_chain_l2 import bring
 from kronsched.schedules.kron_chain_plan import PITCH, RADIX, ChainPlan
 
-LOADS = {"nc": "ld.global.nc.f32", "stream": "ld.global.nc.L1::no_allocate.f32"}
-STORES = {"wb": "st.global.v4.f32", "cs": "st.global.cs.v4.f32"}
+LOADS = {"nc": "ld.global.nc", "stream": "ld.global.nc.L1::no_allocate", "wide": "ld.global.nc.L2::256B"}
+STORES = {"wb": "st.global", "cs": "st.global.cs"}
 _COPY = "cp.async.cg.shared.global"
 
 
 def chain_fma(plan: ChainPlan) -> Any:
-    """The PrimFunc of P^N = 4096 or 4096 P. Parameters x, f0 … f12, y; surplus factors are unused."""
+    """The PrimFunc of P^N = 4096 or 4096 P. Parameters x, f0 … f12, y; surplus factors are unused.
+
+    16-bit types: x and y as 32-bit words, factors as 16-bit words; two lanes read the same word and take their half of it.
+    """
     from tvm.script import tirx as T
 
     p, n, m, rows, threads = plan.p, plan.n, plan.m, plan.rows, plan.threads
     blocks, grid = plan.blocks, plan.grid
     size = p**n
-    lane_count = size // RADIX  # threads of a row
+    lane_count = size // RADIX  # register groups of a row, one for each thread and part of the work
+    repeat = plan.parts
     middle = size // RADIX**2  # P, or 1 when there is no middle axis
     axes, bits = plan.axes_a_group, p.bit_length() - 1
     line = rows * lane_count * PITCH  # floats of the exchange buffer
     staged = plan.staged_tiles  # planes of A that come through the stage
     ahead, held = plan.prefetch != "none", RADIX - staged
-    table = line + rows * staged * lane_count
-    group, c_group = min(plan.group, RADIX // p), min(plan.group, 4)
+    group, c_group = min(plan.group, RADIX // p), min(plan.group, 4 * repeat)
     items = RADIX * 16 // lane_count  # of a thread in the last phase: 16 columns of four, 64 of A
     ragged, looped = m % rows != 0, grid < blocks
-    load, store = LOADS[plan.load], STORES[plan.store]
+    half16 = plan.dtype != "float32"
+    per = 2 if half16 else 1  # elements of a word
+    table = line + rows * staged * lane_count // per
+    word = "uint32" if half16 else "float32"  # of x, y and the stage
+    given = "uint16" if half16 else "float32"  # of the factors
+    low, high = (0x1044, 0x3244) if plan.dtype == "bfloat16" else (0x4410, 0x4432)  # prmt selectors of an element of a word
+    load = LOADS[plan.load] + (".b32" if half16 else ".f32")
+    store = STORES[plan.store] + (".v2.b32" if half16 else ".v4.f32")
+    pack = PACK.get(plan.dtype, "")
+
+    def wide(bits: Any) -> Any:
+        """The float32 of a 16-bit element: in the low half of a word (float16) or the high one (bfloat16)."""
+        if plan.dtype == "bfloat16":
+            return T.reinterpret("float32", bits)
+        return T.cast(T.reinterpret("float16", T.cast(bits, "uint16")), "float32")
+
+    def given_value(value: Any) -> Any:
+        if not half16:
+            return value
+        bits = T.cast(value, "uint32")
+        return wide(bits << T.uint32(16) if plan.dtype == "bfloat16" else bits)
 
     def row_of(block: Any, row: Any) -> Any:
         return T.min(block * rows + row, m - 1) if ragged else block * rows + row
 
     @T.prim_func
     def kernel(
-        x: T.Buffer((m * size,), "float32"),
-        f0: T.Buffer((p * p,), "float32"),
-        f1: T.Buffer((p * p,), "float32"),
-        f2: T.Buffer((p * p,), "float32"),
-        f3: T.Buffer((p * p,), "float32"),
-        f4: T.Buffer((p * p,), "float32"),
-        f5: T.Buffer((p * p,), "float32"),
-        f6: T.Buffer((p * p,), "float32"),
-        f7: T.Buffer((p * p,), "float32"),
-        f8: T.Buffer((p * p,), "float32"),
-        f9: T.Buffer((p * p,), "float32"),
-        f10: T.Buffer((p * p,), "float32"),
-        f11: T.Buffer((p * p,), "float32"),
-        f12: T.Buffer((p * p,), "float32"),
-        y: T.Buffer((m * size,), "float32"),
+        x: T.Buffer((m * size // per,), word),
+        f0: T.Buffer((p * p,), given),
+        f1: T.Buffer((p * p,), given),
+        f2: T.Buffer((p * p,), given),
+        f3: T.Buffer((p * p,), given),
+        f4: T.Buffer((p * p,), given),
+        f5: T.Buffer((p * p,), given),
+        f6: T.Buffer((p * p,), given),
+        f7: T.Buffer((p * p,), given),
+        f8: T.Buffer((p * p,), given),
+        f9: T.Buffer((p * p,), given),
+        f10: T.Buffer((p * p,), given),
+        f11: T.Buffer((p * p,), given),
+        f12: T.Buffer((p * p,), given),
+        y: T.Buffer((m * size // per,), word),
     ):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": plan.per_sm})
         cta = T.cta_id([grid])
         tx = T.thread_id([threads])
-        row: T.let = tx // lane_count  # of the block
-        me: T.let = tx % lane_count  # in its row
         sm = T.alloc_buffer((plan.shared_bytes // 4,), "float32", scope="shared.dyn", align=128)
-        R = T.alloc_local([RADIX], "float32")
-        N = T.alloc_local([max(1, held)], "float32")
-        V = T.alloc_local([4 * p], "float32")
+        R = T.alloc_local([RADIX * repeat], "float32")
+        N = T.alloc_local([max(1, held) * repeat], word)
+        u = T.alloc_local([2], "uint32")
+        V = T.alloc_local([4 * p * repeat], "float32")
         acc = T.alloc_local([max(group, c_group) * p], "float32")
         fv = T.alloc_local([p], "float32")
         zero = T.alloc_local([2], "uint32")
 
         @T.inline
         def factor(axis, F):
-            if tx < p * p:
-                sm[table + axis * p * p + tx] = F[tx]
+            for v in T.serial((p * p + threads - 1) // threads, unroll=True):
+                if v * threads + tx < p * p:
+                    sm[table + axis * p * p + v * threads + tx] = given_value(F[v * threads + tx])
 
         @T.inline
-        def contract(S, count, stride, at_once, axis):  # S holds `count` elements, the axis among them with this stride
+        def contract(S, at, count, stride, at_once, axis):  # S[at …]: `count` elements, the axis among them with this stride
             for h in T.serial(count // p // at_once, unroll=True):
                 # Always 0, but not before the sums of the last step are there: keeps factor loads from being moved up, and their
                 # registers.
@@ -110,26 +136,134 @@ def chain_fma(plan: ChainPlan) -> Any:
                     for e in T.serial(at_once, unroll=True):
                         for q in T.serial(p, unroll=True):
                             o = T.meta_var(h * at_once + e)
-                            acc[e * p + q] = acc[e * p + q] + S[o // stride * stride * p + o % stride + i * stride] * fv[q]
+                            acc[e * p + q] = acc[e * p + q] + S[at + o // stride * stride * p + o % stride + i * stride] * fv[q]
                 for e in T.serial(at_once, unroll=True):
                     for q in T.serial(p, unroll=True):
                         o = T.meta_var(h * at_once + e)
-                        S[o // stride * stride * p + o % stride + q * stride] = acc[e * p + q]
+                        S[at + o // stride * stride * p + o % stride + q * stride] = acc[e * p + q]
 
         @T.inline
         def fetch(block):  # the first planes of A, linearly, into the stage
-            for e in T.serial(staged // 4, unroll=True):
-                T.ptx[_COPY](
-                    sm.ptr_to([line + row * (staged * lane_count) + (e * lane_count + me) * 4]),
-                    x.ptr_to([row_of(block, row) * size + (e * lane_count + me) * 4]),
-                    16,
-                )
+            for part in T.serial(repeat, unroll=True):
+                row = T.meta_var((part * threads + tx) // lane_count)
+                me = T.meta_var((part * threads + tx) % lane_count)
+                for e in T.serial(staged // (4 * per), unroll=True):
+                    at = T.meta_var((e * lane_count + me) * 4)
+                    T.ptx[_COPY](
+                        sm.ptr_to([line + row * (staged * lane_count // per) + at]),
+                        x.ptr_to([row_of(block, row) * (size // per) + at]),
+                        16,
+                    )
             T.ptx.cp.async_.commit_group()
 
         @T.inline
         def fetch_rest(block):  # the others
+            for part in T.serial(repeat, unroll=True):
+                row = T.meta_var((part * threads + tx) // lane_count)
+                me = T.meta_var((part * threads + tx) % lane_count)
+                for e in T.serial(held, unroll=True):
+                    T.ptx[load](
+                        N[part * held + e],
+                        x.ptr_to([row_of(block, row) * (size // per) + ((staged + e) * lane_count + me) // per]),
+                    )
+
+        @T.inline
+        def widen(e, bits, me):  # R[e] = this lane's half of a word
+            T.ptx["prmt.b32"](u[1], bits, T.uint32(0), T.Select(me % 2 == 0, T.uint32(low), T.uint32(high)))
+            R[e] = wide(u[1])
+
+        @T.inline
+        def take(part, row, me):  # a part's elements, from the stage and N
+            for e in T.serial(staged, unroll=True):
+                at = T.meta_var(line + (row * (staged * lane_count) + e * lane_count + me) // per)
+                if half16:
+                    T.ptx["ld.shared.b32"](u[0], sm.ptr_to([at]))
+                    widen(part * RADIX + e, u[0], me)
+                else:
+                    T.ptx["ld.shared.f32"](R[part * RADIX + e], sm.ptr_to([at]))
             for e in T.serial(held, unroll=True):
-                T.ptx[load](N[e], x.ptr_to([row_of(block, row) * size + (staged + e) * lane_count + me]))
+                if half16:
+                    widen(part * RADIX + staged + e, N[part * held + e], me)
+                else:
+                    R[part * RADIX + staged + e] = N[part * held + e]
+
+        @T.inline
+        def load_part(block, part, row, me):
+            if ahead:
+                take(part, row, me)
+            else:
+                for e in T.serial(RADIX, unroll=True):
+                    at = T.meta_var(row_of(block, row) * (size // per) + (e * lane_count + me) // per)
+                    if half16:
+                        T.ptx[load](u[0], x.ptr_to([at]))
+                        widen(part * RADIX + e, u[0], me)
+                    else:
+                        T.ptx[load](R[part * RADIX + e], x.ptr_to([at]))
+
+        @T.inline
+        def phase_a(block):  # all parts are read before the first is contracted
+            for part in T.unroll(repeat):
+                load_part(block, part, (part * threads + tx) // lane_count, (part * threads + tx) % lane_count)
+            for part in T.unroll(repeat):
+                row = T.meta_var((part * threads + tx) // lane_count)
+                me = T.meta_var((part * threads + tx) % lane_count)
+                for axis in T.unroll(axes):
+                    contract(R, part * RADIX, RADIX, 1 << (bits * (axes - 1 - axis)), group, axis)
+                for e in T.serial(RADIX, unroll=True):
+                    sm[((row * RADIX + e) * middle + me // RADIX) * PITCH + me % RADIX] = R[part * RADIX + e]
+
+        @T.inline
+        def phase_b():  # a line of 64 a part
+            for part in T.unroll(repeat):
+                for c in T.serial(16, unroll=True):
+                    e = T.meta_var(part * RADIX + c * 4)
+                    T.ptx["ld.shared.v4.f32"](
+                        R[e], R[e + 1], R[e + 2], R[e + 3], sm.ptr_to([(part * threads + tx) * PITCH + c * 4])
+                    )
+            for part in T.unroll(repeat):
+                for axis in T.unroll(axes):
+                    contract(R, part * RADIX, RADIX, 1 << (bits * axis), group, n - 1 - axis)
+                for c in T.serial(16, unroll=True):
+                    e = T.meta_var(part * RADIX + c * 4)
+                    T.ptx["st.shared.v4.f32"](
+                        sm.ptr_to([(part * threads + tx) * PITCH + c * 4]), R[e], R[e + 1], R[e + 2], R[e + 3]
+                    )
+
+        @T.inline
+        def write(at, V, o):
+            if half16:
+                T.ptx[pack](u[0], V[o + 1], V[o])
+                T.ptx[pack](u[1], V[o + 3], V[o + 2])
+                T.ptx[store](y.ptr_to([at // per]), u[0], u[1])
+            else:
+                T.ptx[store](y.ptr_to([at]), V[o], V[o + 1], V[o + 2], V[o + 3])
+
+        @T.inline
+        def put(row, at, V, o):
+            if ragged:
+                if row < m:
+                    write(row * size + at, V, o)
+            else:
+                write(row * size + at, V, o)
+
+        @T.inline
+        def phase_c(block, v):  # four columns a part
+            for part in T.serial(repeat, unroll=True):
+                row = T.meta_var((part * threads + tx) // lane_count)
+                item = T.meta_var(v * lane_count + (part * threads + tx) % lane_count)
+                for k in T.serial(middle, unroll=True):
+                    o = T.meta_var((part * middle + k) * 4)
+                    T.ptx["ld.shared.v4.f32"](
+                        V[o], V[o + 1], V[o + 2], V[o + 3],
+                        sm.ptr_to([((row * RADIX + item // 16) * middle + k) * PITCH + item % 16 * 4]),
+                    )  # fmt: skip
+            if middle > 1:
+                contract(V, 0, 4 * p * repeat, 4, c_group, axes)
+            for part in T.serial(repeat, unroll=True):
+                row = T.meta_var((part * threads + tx) // lane_count)
+                item = T.meta_var(v * lane_count + (part * threads + tx) % lane_count)
+                for k in T.serial(middle, unroll=True):
+                    put(block * rows + row, (item // 16 * middle + k) * RADIX + item % 16 * 4, V, (part * middle + k) * 4)
 
         factor(0, f0)
         factor(1, f1)
@@ -155,50 +289,24 @@ def chain_fma(plan: ChainPlan) -> Any:
             fetch_rest(cta)
         for it in T.serial((blocks - cta + grid - 1) // grid if looped else 1):
             block = T.meta_var(cta + it * grid)
+            if plan.l2:
+                if block + grid < blocks:
+                    bring(plan, x, block + grid, tx)
             T.ptx["shr.u32"](zero[0], T.cast(it, "uint32"), T.uint32(24))
             if ahead:
                 T.ptx.cp.async_.wait_group(0)
-            else:
-                fetch_rest(block)
             T.cuda.cta_sync()
-            for e in T.serial(staged, unroll=True):
-                T.ptx["ld.shared.f32"](R[e], sm.ptr_to([line + row * (staged * lane_count) + e * lane_count + me]))
-            for e in T.serial(held, unroll=True):
-                R[staged + e] = N[e]
-            for axis in T.unroll(axes):
-                contract(R, RADIX, 1 << (bits * (axes - 1 - axis)), group, axis)
-            for e in T.serial(RADIX, unroll=True):
-                sm[((row * RADIX + e) * middle + me // RADIX) * PITCH + me % RADIX] = R[e]
+            phase_a(block)
             T.cuda.cta_sync()
             if ahead:
                 if block + grid < blocks:
                     fetch(block + grid)
-            for c in T.serial(16, unroll=True):
-                T.ptx["ld.shared.v4.f32"](R[c * 4], R[c * 4 + 1], R[c * 4 + 2], R[c * 4 + 3], sm.ptr_to([tx * PITCH + c * 4]))
-            for axis in T.unroll(axes):
-                contract(R, RADIX, 1 << (bits * axis), group, n - 1 - axis)
-            for c in T.serial(16, unroll=True):
-                T.ptx["st.shared.v4.f32"](sm.ptr_to([tx * PITCH + c * 4]), R[c * 4], R[c * 4 + 1], R[c * 4 + 2], R[c * 4 + 3])
+            phase_b()
             if ahead:
                 if block + grid < blocks:
                     fetch_rest(block + grid)
             T.cuda.cta_sync()
             for v in T.serial(items, unroll=plan.unroll):
-                outer = T.meta_var((v * lane_count + me) // 16)  # index along A
-                column = T.meta_var((v * lane_count + me) % 16 * 4)
-                for k in T.serial(middle, unroll=True):
-                    T.ptx["ld.shared.v4.f32"](
-                        V[k * 4], V[k * 4 + 1], V[k * 4 + 2], V[k * 4 + 3],
-                        sm.ptr_to([((row * RADIX + outer) * middle + k) * PITCH + column]),
-                    )  # fmt: skip
-                if middle > 1:
-                    contract(V, 4 * p, 4, c_group, axes)
-                for k in T.serial(middle, unroll=True):
-                    at = T.meta_var((block * rows + row) * size + (outer * middle + k) * RADIX + column)
-                    if ragged:
-                        if block * rows + row < m:
-                            T.ptx[store](y.ptr_to([at]), V[k * 4], V[k * 4 + 1], V[k * 4 + 2], V[k * 4 + 3])
-                    else:
-                        T.ptx[store](y.ptr_to([at]), V[k * 4], V[k * 4 + 1], V[k * 4 + 2], V[k * 4 + 3])
+                phase_c(block, v)
 
     return kernel

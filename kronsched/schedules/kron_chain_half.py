@@ -12,11 +12,13 @@ Read first: `chain8`; kron_chain_layout.py for every index; kron_chain_half16.py
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,valid-type,name-defined"
+# ruff: noqa: SIM102 - in a tile program `and` would join a Python condition with one of the kernel
 
 from __future__ import annotations
 
 from typing import Any
 
+from kronsched.schedules.kron_chain_l2 import bring
 from kronsched.schedules.kron_chain_layout import (
     chunk_index,
     chunk_position,
@@ -42,7 +44,11 @@ PACK = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LDMATRIX_TRANS = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 COPY = "cp.async.cg.shared.global"
-LOADS = {"nc": "ld.global.nc.v4.b32", "stream": "ld.global.nc.L1::no_allocate.v4.b32"}
+LOADS = {
+    "nc": "ld.global.nc.v4.b32",
+    "stream": "ld.global.nc.L1::no_allocate.v4.b32",
+    "wide": "ld.global.nc.L2::256B.v4.b32",
+}
 STORES = {"wb": "st.global", "cs": "st.global.cs"}
 
 
@@ -201,6 +207,9 @@ def chain8(plan: ChainPlan) -> Any:
         T.cuda.cta_sync()
         for it in T.serial((blocks - cta + grid - 1) // grid if looped else 1):
             block = T.meta_var(cta + it * grid)
+            if plan.l2:
+                if block + grid < blocks:
+                    bring(plan, x, block + grid, tx)
             T.ptx["shr.u32"](zero[0], T.cast(it, "uint32"), T.uint32(24))
             me[0] = tx + T.cast(zero[0], "int32")
             if not ahead:

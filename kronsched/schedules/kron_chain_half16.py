@@ -2,28 +2,33 @@
 
     global ── registers ─ t ─ g ── shared ── ldmatrix ─ last axes ── global
 
-A tile is 16 x 16 chunks: a thread holds eight of them, and both 8-column halves of either axis.
+A tile of the first phase is 16 x 16 chunks for each half of a_{n-1}; a thread holds 16 of them. The 8 columns of an operand are 4
+values of the g axis and both halves, so that neighbouring lanes load whole 32-byte sectors.
 
 Read first: `chain16`; kron_chain_layout.py for every index.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc,valid-type,name-defined"
+# ruff: noqa: SIM102 - in a tile program `and` would join a Python condition with one of the kernel
 
 from __future__ import annotations
 
 from typing import Any
 
 from kronsched.schedules.kron_chain_half import COPY, LDMATRIX, LOADS, MMA, PACK, STORES
+from kronsched.schedules.kron_chain_l2 import bring
 from kronsched.schedules.kron_chain_layout import (
     chunk_index,
     chunk_position,
     chunk_strides,
     last_axes,
     pairs,
+    read_chunk,
     tile_digits,
     tiles_a_row,
     unit_digits,
     units_a_row,
+    written_chunk,
 )
 from kronsched.schedules.kron_chain_plan import ChainPlan
 
@@ -35,39 +40,34 @@ def chain16(plan: ChainPlan) -> Any:
     n, m, rows, threads = plan.n, plan.m, plan.rows, plan.threads
     warps, blocks, grid = threads // 32, plan.blocks, plan.grid
     words = 16**n // 2  # of a row
-    tiles, units = tiles_a_row(16, n), units_a_row(16, n)
+    tiles, units = tiles_a_row(16, n) // 2, units_a_row(16, n)
     pitch = chunk_strides(16, n)[2]
     stage = rows * pitch * 4
     table = stage + plan.staged_tiles * threads * 32  # factors in fragment order
     a_warp, rounds = rows * tiles // warps, rows * units // warps  # tiles and ldmatrix.x4 reads of a warp
+    staged = plan.staged_tiles * 8 // a_warp  # of a thread's 16 chunks of a tile, what comes through the stage
     (pair,), last = pairs(16, n), last_axes(16, n)
     two_last = len(last) > 1
-    ahead, staged = plan.prefetch != "none", plan.staged_tiles  # tiles of a warp that come through the stage
-    held = a_warp - staged  # the others come through registers
+    ahead, held = plan.prefetch != "none", 16 - staged  # the others come through registers
     ragged, looped, local_rows = m % rows != 0, grid < blocks, rows % warps == 0
     block_words = rows * words
     mma, pack = MMA[plan.dtype], PACK[plan.dtype]
     load, store = LOADS[plan.load], STORES[plan.store] + ".v2.b32"
 
-    def source(block: Any, tile: Any, t: Any, g: Any) -> Any:
+    def source(block: Any, tile: Any, z: Any, t: Any, g: Any) -> Any:
         row = block * rows + (tile // tiles if rows > 1 else 0)
-        digits, half = tile_digits(16, n, pair, tile % tiles if rows > 1 else tile, t, g)
+        *axes, half = read_chunk(z, t, g)
+        digits, _ = tile_digits(16, n, pair, tile % tiles * 2 if rows > 1 else tile * 2, *axes)
         return (T.min(row, m - 1) if ragged else row) * words + chunk_index(16, digits, half) * 4
 
-    def place(tile: Any, t: Any, g: Any) -> Any:
-        digits, half = tile_digits(16, n, pair, tile % tiles if rows > 1 else tile, t, g)
+    def place(tile: Any, z: Any, t: Any, g: Any) -> Any:
+        *axes, half = written_chunk(z, t, g)
+        digits, _ = tile_digits(16, n, pair, tile % tiles * 2 if rows > 1 else tile * 2, *axes)
         return ((tile // tiles if rows > 1 else 0) * pitch + chunk_position(16, n, digits, half)) * 4
 
     def neighbour(unit: Any, low: Any, half: Any) -> Any:
         digits = unit_digits(16, n, unit % units if rows > 1 else unit, low)
         return ((unit // units if rows > 1 else 0) * pitch + chunk_position(16, n, digits, half)) * 4
-
-    # z numbers the eight chunks of a thread: 4 (half of the g axis) + 2 (half of the t axis) + low bit of the t axis.
-    def t_axis(z: Any, t: Any) -> Any:
-        return z // 2 % 2 * 8 + 2 * t + z % 2
-
-    def g_axis(z: Any, g: Any) -> Any:
-        return z // 4 * 8 + g
 
     @T.prim_func
     def kernel(
@@ -90,22 +90,24 @@ def chain16(plan: ChainPlan) -> Any:
         g = T.meta_var(me[0] % 32 // 4)
         t = T.meta_var(me[0] % 4)
         sm = T.alloc_buffer((plan.shared_bytes // 4,), "uint32", scope="shared.dyn", align=128)
-        R = T.alloc_local([max(1, held) * 32], "uint32")
-        V = T.alloc_local([32], "uint32")  # one tile
-        b = T.alloc_local([8], "uint32")
-        c = T.alloc_local([8], "float32")
-        d = T.alloc_local([4], "uint32")
+        R = T.alloc_local([a_warp * max(1, held) * 4], "uint32")
+        V = T.alloc_local([64], "uint32")  # one tile
+        b = T.alloc_local([16], "uint32")
+        c = T.alloc_local([16], "float32")
+        d = T.alloc_local([2], "uint32")
         f = T.alloc_local([8], "uint32")  # of the phase's two axes
 
         @T.inline
         def factor(s, F, spread):
             # The words of operand A (rows q, columns p); words {h, 2 + h} are operand B (rows p, columns q) of half h of q.
-            # spread: q in an order that makes a lane's two pairs of outputs neighbours.
+            # spread: q in an order that makes a lane's two pairs of outputs neighbours. g axis: p as `turn` leaves it.
             for kh in T.unroll(2):
                 for rh in T.unroll(2):
                     q = T.meta_var((g // 2 * 4 + rh * 2 + g % 2) if spread else (g + 8 * rh))
-                    sm[table + (s * 32 + lane) * 4 + kh * 2 + rh] = T.cast(F[(2 * t + 8 * kh) * 16 + q], "uint32") | (
-                        T.cast(F[(2 * t + 1 + 8 * kh) * 16 + q], "uint32") << T.uint32(16)
+                    low = T.meta_var((t if s == pair[1] else 2 * t) + 8 * kh)
+                    high = T.meta_var(low + (4 if s == pair[1] else 1))
+                    sm[table + (s * 32 + lane) * 4 + kh * 2 + rh] = T.cast(F[low * 16 + q], "uint32") | (
+                        T.cast(F[high * 16 + q], "uint32") << T.uint32(16)
                     )
 
         @T.inline
@@ -129,26 +131,32 @@ def chain16(plan: ChainPlan) -> Any:
                 T.cuda.cta_sync()
 
         @T.inline
-        def fetch(block):  # a block's tiles: the first of a warp into R, the others into the thread's own part of the stage
-            for u in T.unroll(staged):
-                for z in T.unroll(8):
+        def fetch(block):  # a block's tiles: the first chunks of each into the thread's own part of the stage, the others into R
+            for u in T.unroll(a_warp):
+                for z in T.unroll(staged):
                     T.ptx[COPY](
-                        sm.ptr_to([stage + ((u * 8 + z) * threads + tx) * 4]),
-                        x.ptr_to([source(block, warp * a_warp + held + u, t_axis(z, t), g_axis(z, g))]),
+                        sm.ptr_to([stage + ((u * staged + z) * threads + tx) * 4]),
+                        x.ptr_to([source(block, warp * a_warp + u, z, t, g)]),
                         16,
                     )
             if staged > 0:
                 T.ptx.cp.async_.commit_group()
-            for u in T.unroll(held):
-                for z in T.unroll(8):
-                    e = T.meta_var(u * 32 + z * 4)
+            for u in T.unroll(a_warp):
+                for z in T.unroll(held):
+                    e = T.meta_var((u * held + z) * 4)
                     T.ptx[load](
-                        R[e],
-                        R[e + 1],
-                        R[e + 2],
-                        R[e + 3],
-                        x.ptr_to([source(block, warp * a_warp + u, t_axis(z, t), g_axis(z, g))]),
+                        R[e], R[e + 1], R[e + 2], R[e + 3], x.ptr_to([source(block, warp * a_warp + u, staged + z, t, g)])
                     )
+
+        @T.inline
+        def take(u):  # a tile's chunks into V
+            for z in T.unroll(staged):
+                T.ptx["ld.shared.v4.b32"](
+                    V[z * 4], V[z * 4 + 1], V[z * 4 + 2], V[z * 4 + 3],
+                    sm.ptr_to([stage + ((u * staged + z) * threads + tx) * 4]),
+                )  # fmt: skip
+            for e in T.unroll(held * 4):
+                V[staged * 4 + e] = R[u * held * 4 + e]
 
         @T.inline
         def contract(D, o, s, b0, b1):  # D[o …] = the phase's factor s as operand A (16 x 16) times (b0, b1)
@@ -158,32 +166,31 @@ def chain16(plan: ChainPlan) -> Any:
             )  # fmt: skip
 
         @T.inline
-        def turn(S, o, w, odd):  # contract the t axis on one 16-bit element of word w of the eight chunks; into b[4 odd …]
-            for z in T.unroll(4):
-                T.ptx["prmt.b32"](d[z], S[o + z * 8 + w], S[o + z * 8 + 4 + w], T.uint32(0x7632 if odd else 0x5410))
-            for a in T.unroll(2):
-                contract(c, a * 4, 0, d[a * 2], d[a * 2 + 1])
-            # c[4a + 2h + e]: t axis 8h + g, g axis 8a + 2t + e
-            for h in T.unroll(2):
-                for a in T.unroll(2):
-                    T.ptx[pack](b[(4 if odd else 0) + h * 2 + a], c[a * 4 + h * 2 + 1], c[a * 4 + h * 2])
+        def turn(w, odd):  # contract the t axis on one 16-bit element of word w of the 16 chunks; into b[8 odd …]
+            for a in T.unroll(4):
+                for h in T.unroll(2):
+                    z = T.meta_var(a * 4 + h * 2)
+                    T.ptx["prmt.b32"](d[h], V[z * 4 + w], V[z * 4 + 4 + w], T.uint32(0x7632 if odd else 0x5410))
+                contract(c, a * 4, 0, d[0], d[1])
+            # c[4a + 2h + e]: t axis 8h + g, half e of a_{n-1}, g axis 4a + t. Word 4e + 2h + r: operand B (e, h), word r.
+            for e in T.unroll(2):
+                for h in T.unroll(2):
+                    for r in T.unroll(2):
+                        T.ptx[pack](b[(8 if odd else 0) + e * 4 + h * 2 + r], c[r * 8 + 4 + h * 2 + e], c[r * 8 + h * 2 + e])
 
         @T.inline
-        def both(S, o, tile):  # the two axes of the pair on the eight chunks S[o …], and their way into shared memory
+        def both(tile):  # the two axes of the pair on V, and its way into shared memory
             for w in T.unroll(4):
-                turn(S, o, w, False)
-                turn(S, o, w, True)
-                for h in T.unroll(2):
-                    contract(c, 0, 1, b[h * 2], b[h * 2 + 1])
-                    contract(c, 4, 1, b[4 + h * 2], b[4 + h * 2 + 1])
+                turn(w, False)
+                turn(w, True)
+                for i in T.unroll(4):  # 2 (half of a_{n-1}) + (half of the t axis)
+                    contract(c, 0, 1, b[i * 2], b[i * 2 + 1])
+                    contract(c, 4, 1, b[8 + i * 2], b[8 + i * 2 + 1])
                     # c[4 odd + 2a + e]: g axis 8a + g, t axis 8h + 2t + e
                     for z in T.unroll(4):
-                        T.ptx[pack](S[o + (z // 2 * 4 + h * 2 + z % 2) * 4 + w], c[4 + z], c[z])
-            for z in T.unroll(8):
-                e = T.meta_var(o + z * 4)
-                T.ptx["st.shared.v4.b32"](
-                    sm.ptr_to([place(tile, t_axis(z, t), g_axis(z, g))]), S[e], S[e + 1], S[e + 2], S[e + 3]
-                )
+                        T.ptx[pack](V[(i * 4 + z) * 4 + w], c[4 + z], c[z])
+            for z in T.unroll(16):
+                T.ptx["st.shared.v4.b32"](sm.ptr_to([place(tile, z, t, g)]), V[z * 4], V[z * 4 + 1], V[z * 4 + 2], V[z * 4 + 3])
 
         if tx < 32:
             factor(0, f0, False)
@@ -196,31 +203,22 @@ def chain16(plan: ChainPlan) -> Any:
         T.cuda.cta_sync()
         for it in T.serial((blocks - cta + grid - 1) // grid if looped else 1):
             block = T.meta_var(cta + it * grid)
+            if plan.l2:
+                if block + grid < blocks:
+                    bring(plan, x, block + grid, tx)
             T.ptx["shr.u32"](zero[0], T.cast(it, "uint32"), T.uint32(24))
             me[0] = tx + T.cast(zero[0], "int32")
             if not ahead:
                 fetch(block)
             use(0, pair[0])
             use(1, pair[1])
-            for u in T.unroll(held):
-                both(R, u * 32, warp * a_warp + u)
             if staged > 0:
                 T.ptx.cp.async_.wait_group(0)
-                for u in T.unroll(staged):
-                    for e in T.unroll(8):
-                        T.ptx["ld.shared.v4.b32"](
-                            V[e * 4],
-                            V[e * 4 + 1],
-                            V[e * 4 + 2],
-                            V[e * 4 + 3],
-                            sm.ptr_to([stage + ((u * 8 + e) * threads + tx) * 4]),
-                        )
-                    both(V, 0, warp * a_warp + held + u)
+            for u in T.unroll(a_warp):
+                take(u)
+                both(warp * a_warp + u)
             if ahead:
-                if staged > 0:
-                    renew(V[31])
-                else:
-                    renew(R[held * 32 - 1])
+                renew(V[63])
                 if block + grid < blocks:
                     fetch(block + grid)
             meet()

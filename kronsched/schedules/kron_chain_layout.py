@@ -17,15 +17,20 @@ from typing import Any
 CHUNK = 8
 """16-bit elements of a 16-byte chunk, the unit of vector loads, shared-memory swizzles and ldmatrix."""
 
+PITCH64 = 9
+"""16-bit, P = 64: chunks from one a_0 to the next in shared memory: 1 modulo 8."""
+
 
 def pairs(p: int, n: int) -> tuple[tuple[int, int], ...]:
     """(t axis, g axis) of each pair phase, first executed first; the other axes are contracted in the last phase.
+
+    P = 32 has none: a_0 is contracted first, then the others.
 
     The first pair reads global memory: for 8^5 it holds the last two chunk axes, so that a warp reads whole 128-byte lines.
     """
     if p == 8:
         return {3: ((0, 1),), 4: ((0, 1),), 5: ((2, 3), (1, 0))}[n]
-    return {3: ((1, 0),), 4: ((1, 0),)}[n]
+    return ((1, 0),) if p == 16 else ()
 
 
 def last_axes(p: int, n: int) -> tuple[int, ...]:
@@ -66,6 +71,11 @@ def chunk_strides(p: int, n: int) -> tuple[tuple[int, ...], int, int]:
     return tuple(strides), half, size
 
 
+def row_chunks(p: int, n: int) -> int:
+    """Chunks of a row in shared memory."""
+    return 64 * PITCH64 if p == 64 else chunk_strides(p, n)[2]
+
+
 def chunk_position(p: int, n: int, digits: Sequence[Any], half: Any) -> Any:
     """The place of a chunk in shared memory, in chunks from the start of its row."""
     strides, half_stride, _ = chunk_strides(p, n)
@@ -91,6 +101,19 @@ def tile_digits(p: int, n: int, pair: tuple[int, int], tile: Any, t: Any, g: Any
     return digits, half
 
 
+def read_chunk(z: Any, t: Any, g: Any) -> tuple[Any, Any, Any]:
+    """P = 16: (t axis, g axis, half of a_{n-1}) of a thread's chunk z of 16, as it is loaded for a pair phase.
+
+    Lanes that differ in the low bit of g load neighbouring chunks: whole 32-byte sectors.
+    """
+    return z // 2 % 2 * 8 + 2 * t + z % 2, z // 4 * 4 + g // 2, g % 2
+
+
+def written_chunk(z: Any, t: Any, g: Any) -> tuple[Any, Any, Any]:
+    """P = 16: the same of its chunk z after the phase."""
+    return z // 4 % 2 * 8 + 2 * t + z % 2, z // 2 % 2 * 8 + g, z // 8
+
+
 def unit_digits(p: int, n: int, unit: Any, neighbour: Any) -> list[Any]:
     """The digits of a chunk of the last phase: `unit` numbers a_0 … a_{n-3} in row-major order, `neighbour` is a_{n-2}."""
     digits = [neighbour]
@@ -102,9 +125,16 @@ def unit_digits(p: int, n: int, unit: Any, neighbour: Any) -> list[Any]:
 
 
 def tiles_a_row(p: int, n: int) -> int:
-    """Tiles of a row in a pair phase: each holds P² chunks."""
+    """Tiles of a row in the first phase: each holds P² chunks; P = 32, 64: eight neighbouring chunks for each a_0."""
+    if p == 64:
+        return 1
     chunks: int = p ** (n - 3) * chunks_per_axis(p)
-    return chunks
+    return chunks if p < 32 else p * chunks // 8
+
+
+def words_a_tile(p: int) -> int:
+    """32-bit words of a tile in a thread."""
+    return p * p * 4 // 32 if p < 32 else p
 
 
 def units_a_row(p: int, n: int) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
-from kronsched.schedules.kron_chain_layout import chunk_strides, pairs, tiles_a_row, units_a_row
+from kronsched.schedules.kron_chain_layout import pairs, row_chunks, tiles_a_row, units_a_row, words_a_tile
 from kronsched.space import Config
 from kronsched.space.space import Value
 from kronsched.workloads.kron import KronMatmul
@@ -22,17 +22,33 @@ from kronsched.workloads.kron import KronMatmul
 if TYPE_CHECKING:
     from kronsched.hardware import Device
 
+SMALL = ((4, 6), (4, 7), (2, 12), (2, 13))
+"""(P, N) of every dtype."""
 SERVED = {
-    "float16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4)),
-    "bfloat16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4)),
-    "float32": ((8, 4), (8, 5), (4, 6), (4, 7), (2, 12), (2, 13)),
+    "float16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4), (32, 3), (64, 2), (64, 3), (64, 4), (128, 2), *SMALL),
+    "bfloat16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4), (32, 3), (64, 2), (64, 3), (64, 4), (128, 2), *SMALL),
+    "float32": ((8, 4), (8, 5), (16, 4), (32, 3), *SMALL),
 }
 """(P, N) of each dtype."""
 
 RADIX = 64
-"""float32: elements of a register group."""
+"""FMA: elements of a register group."""
 PITCH = RADIX + 4
-"""float32: floats from one line of 64 to the next in shared memory: 16-byte aligned, an odd number of 16-byte chunks."""
+"""FMA: floats from one line of 64 to the next in shared memory: 16-byte aligned, an odd number of 16-byte chunks."""
+
+TF32_LINE = 65
+"""float32 16^4: 16-byte chunks from one line of 64 to the next in shared memory; 1 modulo 8 keeps accesses in different banks."""
+TF32_ROW = 8 * TF32_LINE + 4
+"""float32 16^4: chunks from one a_0 to the next: 4 modulo 8."""
+TF32_BLOCK = 8 * TF32_ROW
+"""float32 16^4: chunks of a quarter of a row; three of them are in shared memory at a time."""
+TF32_PITCH = 257
+"""float32 32^3: chunks from one a_0 to the next: 1 modulo 8."""
+TF32_ROW_BYTES = {16: 3 * TF32_BLOCK * 16, 32: 32 * TF32_PITCH * 16}
+"""Shared memory of a row in the float32 kernels of 16^4 and 32^3."""
+
+TF32_THREADS = {16: (256,), 32: (256, 512)}
+"""Threads of a block of these kernels: fewer could not hold a row, more would have too few registers."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +60,9 @@ class ChainPlan:
     prefetch: how the next block's data comes while the present one is exchanged: "none", "registers", "async" (cp.async into a
         stage in shared memory) or "split" (half of it each way).
     load, store: cache hints of global accesses.  unroll: steps of the loops over a warp's tiles after the first phase.
-    group: float32: register groups summed at a time with the same factor row.
-    staged_tiles: tiles of a warp (16-bit), or planes of 64 (float32), that come through the stage.
+    l2: the next block's rows are brought into L2 while the present ones are contracted.
+    group: FMA: register groups summed at a time with the same factor row.
+    staged_tiles: tiles of a warp (16-bit), or planes of 64 (FMA), that come through the stage.
     """
 
     p: int
@@ -62,6 +79,7 @@ class ChainPlan:
     store: str
     unroll: int
     group: int
+    l2: bool
     staged_tiles: int
     shared_bytes: int
 
@@ -72,34 +90,71 @@ class ChainPlan:
         return size
 
     @property
+    def kernel(self) -> str:
+        """Which kernel: see `kernel_kind`."""
+        return kernel_kind(self.p, self.dtype)
+
+    @property
     def tiles_a_thread(self) -> int:
-        """What `staged_tiles` is a part of: register tiles of a warp in the first phase, or planes of the float32 kernel."""
-        if self.dtype == "float32":
+        """What `staged_tiles` is a part of: register tiles of a warp in the first phase, or planes of 64 (FMA)."""
+        if self.kernel != "half":
             return RADIX
         return self.rows * tiles_a_row(self.p, self.n) // (self.threads // 32)
 
     @property
+    def parts(self) -> int:
+        """FMA: register groups that a thread contracts one after another."""
+        groups: int = self.rows * self.p**self.n // RADIX
+        return groups // self.threads
+
+    @property
     def steps_unrolled(self) -> int:
         """Steps of the longest loop that `unroll` applies to."""
-        if self.dtype == "float32":
-            return self.rows * RADIX * 16 // self.threads
+        if self.kernel == "wgmma":
+            return 1
+        if self.kernel == "tf32":
+            return 32 // (self.threads // 32)
+        if self.kernel == "fma":
+            return self.rows * RADIX * 16 // self.threads // self.parts
+        if self.p == 64:
+            return 8
         reads = self.rows * units_a_row(self.p, self.n) // (4 if self.p == 8 else 1)
         return max(reads // (self.threads // 32), self.tiles_a_thread if len(pairs(self.p, self.n)) > 1 else 0)
 
     @property
     def axes_a_group(self) -> int:
-        """float32: axes of a register group."""
+        """FMA: axes of a register group."""
         return round(log(RADIX, self.p))
 
     @property
     def held_words(self) -> int:
         """32-bit words of the next block that come through a thread's registers."""
-        words = 1 if self.dtype == "float32" else self.p * self.p * 4 // 32
+        if self.kernel in ("tf32", "wgmma"):
+            return (64 if self.p == 16 else 32) if self.prefetch == "registers" else 0
+        words = self.parts if self.kernel == "fma" else words_a_tile(self.p)
         return (self.tiles_a_thread - self.staged_tiles) * words
+
+
+def kernel_kind(p: int, dtype: str) -> str:
+    """Which kernel: "half" or "wgmma" (16-bit types on tensor cores), "fma" or "tf32" (float32; the latter as TF32 products)."""
+    if p < 8:
+        return "fma"
+    if dtype != "float32":
+        return "wgmma" if p == 128 else "half"
+    return "tf32" if p > 8 else "fma"
+
+
+def chained_part(w: KronMatmul) -> KronMatmul:
+    """What the chained kernel contracts: all, or the last two of more than two factors of 64 (the others take a launch each)."""
+    p, n = w.factors[0][0], len(w.factors)
+    if p != 64 or n <= 2:
+        return w
+    return KronMatmul(w.m * p ** (n - 2), w.factors[-2:], w.dtype)
 
 
 def plan_chain(w: KronMatmul, config: Config, device: Device) -> ChainPlan:
     """The kernel of a config. Raises InvalidConfig with one line."""
+    w = chained_part(w)
     p, n = w.factors[0][0], len(w.factors)
     rows, threads, per_sm = int(config["rows"]), int(config["threads"]), int(config["per_sm"])
     prefetch = str(config["prefetch"])
@@ -112,47 +167,76 @@ def plan_chain(w: KronMatmul, config: Config, device: Device) -> ChainPlan:
     if grid == blocks and prefetch != "none":
         raise InvalidConfig(f"prefetch={prefetch}: there is no next block when every block has its own place in the grid")
     most = min(device.shared_per_block, device.shared_per_sm // per_sm - 1024)
-    split = _split_float32 if w.dtype == "float32" else _split_half
-    staged, shared = split(p, n, rows, threads, prefetch, most)
+    if grid == blocks and config["l2"]:
+        raise InvalidConfig("l2=True: there is no next block when every block has its own place in the grid")
+    split = {"half": _split_half, "fma": _split_fma, "tf32": _split_tf32, "wgmma": _split_wgmma}
+    staged, shared = split[kernel_kind(p, w.dtype)](p, n, rows, threads, prefetch, DTYPES[w.dtype].itemsize, most)
     if shared > most:
         raise InvalidConfig(f"{per_sm} blocks of {shared} bytes of shared memory do not fit on an SM")
-    hints = str(config["load"]), str(config["store"]), int(config["unroll"]), int(config["group"])
+    hints = str(config["load"]), str(config["store"]), int(config["unroll"]), int(config["group"]), bool(config["l2"])
     return ChainPlan(p, n, w.dtype, w.m, rows, threads, per_sm, blocks, grid, prefetch, *hints, staged, shared)
 
 
-def _split_half(p: int, n: int, rows: int, threads: int, prefetch: str, most: int) -> tuple[int, int]:
+def _split_half(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
     """(tiles of a warp that come through the stage, bytes of shared memory) of a 16-bit kernel."""
     tiles, warps = rows * tiles_a_row(p, n), threads // 32
     if tiles % warps:
         raise InvalidConfig(f"threads={threads}: {tiles} tiles of {p}x{p} chunks do not split evenly among its warps")
     if p == 8 and rows * units_a_row(p, n) // 4 % warps:
         raise InvalidConfig(f"threads={threads}: the reads of the last phase do not split evenly among {warps} warps")
+    if p == 64 and (warps != rows or prefetch not in ("none", "registers")):
+        raise InvalidConfig(f"threads={threads}, prefetch={prefetch}: a warp contracts one row of {p}^{n} and has no stage")
     a_warp = tiles // warps
+    if p == 16 and a_warp % 2:
+        raise InvalidConfig(
+            f"threads={threads}: a warp takes both halves of a tile, {tiles} of them do not split among {warps} warps"
+        )
     staged = {"none": 0, "registers": 0, "split": a_warp // 2, "async": a_warp}[prefetch]
     if prefetch == "split" and staged == 0:
         raise InvalidConfig(f"prefetch=split: a warp of {threads} threads has a single tile, which async or registers take whole")
-    words = (a_warp - staged) * p * p * 4 // 32
+    words = (a_warp - staged) * words_a_tile(p)
     if words > 64:
         raise InvalidConfig(f"threads={threads}: a thread would hold {words} words of data, at most 64 are allowed")
-    # The exchange buffer, the stage (tiles of P² chunks of 16 bytes), the factors in fragment order.
-    exchange, stage = rows * chunk_strides(p, n)[2] * 16, staged * warps * p * p * 16
+    if rows * units_a_row(p, n) % warps:
+        raise InvalidConfig(f"threads={threads}: the reads of the last phase do not split evenly among {warps} warps")
+    # The exchange buffer, the stage, the factors in fragment order.
+    exchange, stage = rows * row_chunks(p, n) * 16, staged * threads * words_a_tile(p) * 4
     return staged, exchange + stage + n * 32 * (p // 8) ** 2 * 4
 
 
-def _split_float32(p: int, n: int, rows: int, threads: int, prefetch: str, most: int) -> tuple[int, int]:
-    """(planes that come through the stage, bytes of shared memory) of the float32 kernel."""
+def _split_fma(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
+    """(planes that come through the stage, bytes of shared memory) of the FMA kernel."""
     lanes: int = p**n // RADIX
-    if threads != rows * lanes:
-        raise InvalidConfig(f"threads={threads}: {rows} rows need {rows * lanes}, one for each {RADIX} elements")
+    if threads not in (rows * lanes, rows * lanes // 2):
+        need = rows * lanes
+        raise InvalidConfig(f"threads={threads}: {rows} rows need {need}, one for each {RADIX} elements, or half as many")
     fixed = rows * lanes * PITCH * 4 + n * p * p * 4
     if prefetch == "registers":
         raise InvalidConfig("prefetch=registers: a thread's registers hold its own elements; async stages the next ones")
     if prefetch == "none":
         return 0, fixed
-    planes = min(RADIX if prefetch == "async" else RADIX // 2, (most - fixed) // (rows * lanes * 4) // 4 * 4)
+    chunk = 16 // item  # cp.async copies 16 bytes
+    planes = min(RADIX if prefetch == "async" else RADIX // 2, (most - fixed) // (rows * lanes * item) // chunk * chunk)
     if planes < RADIX // 2:
         raise InvalidConfig(f"prefetch={prefetch}: only {max(0, planes)} of {RADIX} planes fit in spare shared memory, half must")
-    return planes, fixed + planes * rows * lanes * 4
+    return planes, fixed + planes * rows * lanes * item
+
+
+def _split_tf32(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
+    """(0, bytes of shared memory) of a float32 kernel on tensor cores, with factors as high and low TF32 parts."""
+    if rows != 1 or threads not in TF32_THREADS[p]:
+        allowed = " or ".join(str(v) for v in TF32_THREADS[p])
+        raise InvalidConfig(f"rows={rows}, threads={threads}: the kernel of {p}^{n} takes one row of X and {allowed} threads")
+    if prefetch not in ("none", "registers"):
+        raise InvalidConfig(f"prefetch={prefetch}: the kernel of {p}^{n} has no stage in shared memory")
+    return 0, TF32_ROW_BYTES[p] + n * 2 * p * p * 4
+
+
+def _split_wgmma(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
+    """(0, bytes of shared memory) of the 16-bit kernel of 128^2: two factors and a row."""
+    if rows != 1 or threads != 256 or prefetch not in ("none", "registers"):
+        raise InvalidConfig(f"rows={rows}, threads={threads}, prefetch={prefetch}: a row of {p}^{n} takes 256 threads, no stage")
+    return 0, 3 * p * p * 2
 
 
 def idle_knob(plan: ChainPlan, config: Config, values: Mapping[str, tuple[Value, ...]]) -> str | None:
@@ -160,7 +244,7 @@ def idle_knob(plan: ChainPlan, config: Config, values: Mapping[str, tuple[Value,
     idle = []
     if plan.prefetch == "async" and plan.held_words == 0:
         idle.append("load")
-    if plan.dtype != "float32":
+    if plan.kernel != "fma":
         idle.append("group")
     for name in idle:
         if config[name] != values[name][0]:
@@ -181,20 +265,30 @@ def why_not(w: KronMatmul, device: Device) -> str | None:
     generation = "".join(c for c in device.arch.removeprefix("sm_") if c.isdigit())
     if generation and int(generation) < 80:
         return f"one-launch chained kernels need sm_80 or later, {device.name} is {device.arch}"
-    row = chunk_strides(p, n)[2] * 16 if w.dtype != "float32" else p**n // RADIX * PITCH * 4
-    if row + 8192 > device.shared_per_block:
-        return (
-            f"a padded row of {row} bytes does not fit in the {device.shared_per_block} bytes of shared memory of {device.name}"
-        )
+    kernel = kernel_kind(p, w.dtype)
+    if kernel == "wgmma" and device.arch != "sm_90a":
+        return f"the one-launch chained kernel of {p}x{p}^{n} needs sm_90a, {device.name} is {device.arch}"
+    if kernel == "half":
+        row, factors = row_chunks(p, n) * 16, 8192
+    elif kernel == "fma":
+        row, factors = p**n // RADIX * PITCH * 4, 8192
+    elif kernel == "tf32":
+        row, factors = TF32_ROW_BYTES[p], n * 2 * p * p * 4
+    else:
+        row, factors = p * p * 2, 2 * p * p * 2
+    most = device.shared_per_block
+    if row + factors > most:
+        return f"a padded row of {row} bytes does not fit, with the factors, in the {most} of shared memory of {device.name}"
     return None
 
 
 def chain_features(w: KronMatmul, plan: ChainPlan, device: Device) -> dict[str, float]:
     """What the cost model sees of a plan: waves, occupancy, bytes through each memory level, roofline time (µs)."""
     item = DTYPES[w.dtype].itemsize
-    elements = w.m * plan.p**plan.n
+    elements = w.m * w.k_in
+    launches = 1 + len(w.factors) - plan.n
     phases = 3 if plan.n % 2 else 2
-    traffic = 2.0 * elements * item
+    traffic = 2.0 * elements * item * launches
     per_sm = min(
         device.max_threads_per_sm // plan.threads,
         device.shared_per_sm // (plan.shared_bytes + 1024),
@@ -205,7 +299,7 @@ def chain_features(w: KronMatmul, plan: ChainPlan, device: Device) -> dict[str, 
     work = float(w.flops)
     time_us = max(traffic / device.bandwidth_gbs, work / device.peak_gflops.get(w.compute_dtype, 1e4)) / 1e3
     return {
-        "launches": 1.0,
+        "launches": float(launches),
         "global_mb": traffic / 1e6,
         "shared_mb": traffic * (phases - 1) / 1e6,
         "roofline_us": time_us,
@@ -218,6 +312,7 @@ def chain_features(w: KronMatmul, plan: ChainPlan, device: Device) -> dict[str, 
         "wave_efficiency": waves / ceil(waves),
         "register_cap": min(255.0, device.registers_per_sm / (plan.threads * plan.per_sm)),
         "held_words": float(plan.held_words),
+        "l2_ahead": float(plan.l2),
         "staged_share": plan.staged_tiles / plan.tiles_a_thread,
         "bytes_in_flight": float(resident * plan.rows * plan.row_bytes),
     }

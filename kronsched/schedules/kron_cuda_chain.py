@@ -6,10 +6,12 @@ warp holds in registers, and puts it back where it came from. X is read once and
     global ── registers (2 axes) ── shared ── registers (1 or 2 axes) ── shared ── registers (1 or 2 axes) ── global
                     next rows' data on its way (prefetch)
 
-16-bit types go through tensor cores with float32 sums and are rounded to storage between any two axes; float32 is plain FMA.
+P = 2 and 4 are plain FMA in float32, whatever the type; so is P = 8 in float32. Other 16-bit products go through tensor cores
+with float32 sums and are rounded to storage between any two axes; float32 is three TF32 products for P = 16 and 32, as exact
+as float32.
 
-Read first: kron_chain_plan.py (which shapes, what must hold), kron_chain_half.py and kron_chain_fma.py (the kernels),
-kron_chain_layout.py (where things are).
+Read first: kron_chain_plan.py (which shapes, what must hold), kron_chain_half.py, kron_chain_fma.py and kron_chain_tf32.py (the
+kernels; half16, half32 and tf32p32 are their variants), kron_chain_layout.py (where things are).
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.base import Launch, Schedule, Scheduled
-from kronsched.schedules.kron_chain_plan import RADIX, ChainPlan, chain_features, idle_knob, plan_chain, why_not
+from kronsched.schedules.kron_chain_plan import (
+    RADIX,
+    TF32_THREADS,
+    ChainPlan,
+    chain_features,
+    chained_part,
+    idle_knob,
+    kernel_kind,
+    plan_chain,
+    why_not,
+)
 from kronsched.space import Config, Knob, SearchSpace, load_knobs
 from kronsched.space.space import Value
 from kronsched.workloads.base import Workload
@@ -65,7 +77,7 @@ class KronCudaChain(Schedule):
         values = {knob.name: knob.values for knob in space.knobs}
         for wish in _wishes(workload, device, values):
             config = {k: v if v in values[k] else values[k][0] for k, v in wish.items()}
-            for unroll in values["unroll"] if workload.dtype == "float32" else reversed(values["unroll"]):
+            for unroll in sorted(values["unroll"], key=lambda v: v != config["unroll"]):
                 if space.invalid({**config, "unroll": unroll}) is None:
                     return {**config, "unroll": unroll}
         for candidate in space:
@@ -73,14 +85,25 @@ class KronCudaChain(Schedule):
         raise InvalidConfig(f"no config of {self.name} is valid for {workload.label} on {device.name}")
 
     def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
-        """One PrimFunc, `kron_0`."""
+        """One PrimFunc, `kron_0`, and one for each factor of 64 before the last two."""
         import tvm
 
+        from kronsched.schedules import kron_chain_head
+
         assert isinstance(workload, KronMatmul)
-        plan = plan_chain(workload, config, device)
-        args = ("x", *(f"f{i}" for i in range(plan.n)), "y")
-        func = _restricted(_kernel(plan), args).with_attr("global_symbol", "kron_0")
-        return Scheduled(tvm.IRModule({"kron_0": func}), (Launch("kron_0", args),))
+        plan, n = plan_chain(workload, config, device), len(workload.factors)
+        heads = n - plan.n  # leading axes, contracted in place afterwards
+        args = ("x", *(f"f{i}" for i in range(heads, n)), "y")
+        names = dict(zip(("x", *(f"f{i}" for i in range(plan.n)), "y"), args, strict=True))
+        funcs = {"kron_0": _renamed(_kernel(plan), names).with_attr("global_symbol", "kron_0")}
+        launches = [Launch("kron_0", args)]
+        for axis in reversed(range(heads)):
+            name = f"kron_{heads - axis}"
+            outer, inner = workload.m * plan.p**axis, plan.p ** (n - 1 - axis)
+            func = _renamed(kron_chain_head.head64(plan, outer, inner, device.units), {"f": f"f{axis}", "y": "y"})
+            funcs[name] = func.with_attr("global_symbol", name)
+            launches.append(Launch(name, (f"f{axis}", "y")))
+        return Scheduled(tvm.IRModule(funcs), tuple(launches))
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Waves, occupancy, bytes through each memory level, bytes in flight, predicted roofline time."""
@@ -89,57 +112,112 @@ class KronCudaChain(Schedule):
 
 
 def _kernel(plan: ChainPlan) -> Any:
-    from kronsched.schedules import kron_chain_fma, kron_chain_half, kron_chain_half16
+    from kronsched.schedules import (
+        kron_chain_fma,
+        kron_chain_half,
+        kron_chain_half16,
+        kron_chain_half32,
+        kron_chain_half64,
+        kron_chain_tf32,
+        kron_chain_tf32p32,
+        kron_chain_wgmma,
+    )
 
-    if plan.dtype == "float32":
+    if plan.kernel == "tf32":
+        return kron_chain_tf32.chain16_tf32(plan) if plan.p == 16 else kron_chain_tf32p32.chain32_tf32(plan)
+    if plan.kernel == "wgmma":
+        return kron_chain_wgmma.chain128(plan)
+    if plan.kernel == "fma":
         return kron_chain_fma.chain_fma(plan)
-    return kron_chain_half.chain8(plan) if plan.p == 8 else kron_chain_half16.chain16(plan)
+    kernels = {
+        8: kron_chain_half.chain8,
+        16: kron_chain_half16.chain16,
+        32: kron_chain_half32.chain32,
+        64: kron_chain_half64.chain64,
+    }
+    return kernels[plan.p](plan)
 
 
-def _restricted(func: Any, names: tuple[str, ...]) -> Any:
-    """The function without the parameters (of factors that this N has not) that its body does not use."""
+def _renamed(func: Any, names: Mapping[str, str]) -> Any:
+    """The function with its parameters renamed; those that have no new name are not used by its body and are left out."""
+    import tvm
+    import tvm_ffi
     from tvm import tirx
 
     params = [p for p in func.params if str(p.name) in names]
-    return tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)
+    func = tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)
+    new = [tirx.decl_buffer(p.shape, p.dtype, name=names[str(p.name)], scope=p.scope()) for p in params]
+
+    def swap(var: Any) -> Any:
+        return next((after for before, after in zip(params, new, strict=True) if var.same_as(before)), var)
+
+    return tvm_ffi.structural_map(func, (tvm.ir.Var, swap), order="post") if any(k != v for k, v in names.items()) else func
 
 
 def _fitting(knob: Knob, w: KronMatmul) -> Knob:
     """The knob with the values that may be valid for this workload (the first one where none is)."""
-    values: tuple[Value, ...] = knob.values
-    if knob.name == "rows":
-        values = tuple(v for v in values if int(v) <= w.m)
-    elif knob.name == "group" and w.dtype != "float32":
-        values = values[:1]
-    elif knob.name == "prefetch" and w.dtype == "float32":
-        values = tuple(v for v in values if v != "registers")
-    elif knob.name == "threads" and w.dtype == "float32":
-        lanes = w.k_in // RADIX
-        values = tuple(v for v in values if int(v) % lanes == 0)
+    p = w.factors[0][0]
+    kind = kernel_kind(p, w.dtype)
+    lanes = w.k_in // RADIX
+    allowed = {
+        ("rows", kind): lambda v: v <= chained_part(w).m,
+        ("group", "half"): lambda v: v == 2,
+        ("group", "tf32"): lambda v: v == 2,
+        ("group", "wgmma"): lambda v: v == 2,
+        ("prefetch", "fma"): lambda v: v != "registers",
+        ("prefetch", "tf32"): lambda v: v in ("none", "registers"),
+        ("prefetch", "wgmma"): lambda v: v in ("none", "registers"),
+        ("threads", "fma"): lambda v: v * 2 % lanes == 0,
+        ("threads", "tf32"): lambda v: v in TF32_THREADS[p],
+        ("threads", "wgmma"): lambda v: v == 256,
+        ("per_sm", "tf32"): lambda v: v == 1,
+        ("per_sm", "wgmma"): lambda v: v <= 2,
+    }
+    values: tuple[Value, ...] = tuple(filter(allowed.get((knob.name, kind), lambda v: True), knob.values))
     return Knob(knob.name, values or knob.values[:1], knob.help)
 
 
-# (P, N): rows, threads, blocks an SM, group of the default config; fewer blocks where an SM has less shared memory.
-_HALF = {
-    (8, 3): (8, 256, 4, 2), (8, 4): (1, 128, 8, 2), (8, 5): (1, 256, 2, 2), (16, 3): (1, 64, 8, 2), (16, 4): (1, 512, 1, 2),
-}  # fmt: skip
-_FLOAT32 = {
-    (8, 4): (1, 64, 6, 2), (8, 5): (1, 512, 1, 4), (4, 6): (1, 64, 8, 2), (4, 7): (1, 256, 2, 8), (2, 12): (1, 64, 4, 8),
-    (2, 13): (1, 128, 3, 8),
-}  # fmt: skip
-# Prefetches in order of preference, where blocks outnumber what the GPU holds. A prefetch of 4^7 would spill registers.
-_AHEAD: dict[str, tuple[str, ...]] = {"float32": ("async",), "float16": ("split", "async"), "bfloat16": ("split", "async")}
+# (P, N): rows, threads, blocks an SM, prefetch where blocks outnumber what the GPU holds, load, store, unroll, group. The fastest
+# found on an H200 for 1024 rows of X; fewer blocks where an SM has less shared memory.
+_HALF: dict[tuple[int, int], tuple[Value, ...]] = {
+    (8, 3): (8, 256, 4, "split", "nc", "wb", 4, 2),
+    (8, 4): (1, 256, 1, "none", "stream", "cs", 1, 2),
+    (8, 5): (1, 512, 1, "registers", "wide", "wb", 4, 2),
+    (16, 3): (2, 64, 8, "split", "nc", "wb", 4, 2),
+    (16, 4): (1, 512, 1, "none", "nc", "wb", 2, 2),
+    (32, 3): (1, 512, 1, "registers", "nc", "wb", 1, 2),
+    (64, 2): (4, 128, 2, "registers", "nc", "wb", 4, 2),
+    (128, 2): (1, 256, 2, "registers", "stream", "cs", 1, 2),
+}
+_FLOAT32: dict[tuple[int, int], tuple[Value, ...]] = {
+    (8, 4): (1, 64, 8, "none", "wide", "cs", 4, 8),
+    (4, 7): (1, 256, 1, "split", "wide", "wb", 1, 8),
+    (8, 5): (1, 256, 1, "async", "nc", "wb", 1, 8),
+    (16, 4): (1, 256, 1, "registers", "wide", "cs", 1, 2),
+    (32, 3): (1, 512, 1, "registers", "nc", "wb", 1, 2),
+}
+_ANY: dict[tuple[int, int], tuple[Value, ...]] = {
+    (4, 6): (1, 64, 8, "async", "nc", "wb", 1, 2),
+    (4, 7): (1, 128, 2, "async", "nc", "wb", 1, 8),
+    (2, 12): (1, 64, 4, "async", "nc", "wb", 1, 8),
+    (2, 13): (2, 256, 2, "none", "nc", "cs", 4, 8),
+}
 
 
 def _wishes(w: KronMatmul, device: Device, values: Mapping[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:
     """Default configs in order of preference; the first valid one is taken."""
-    p, n = w.factors[0][0], len(w.factors)
-    rows, threads, most, group = (_FLOAT32 if w.dtype == "float32" else _HALF)[p, n]
-    while rows > w.m:
+    w = chained_part(w)
+    shape = w.factors[0][0], len(w.factors)
+    table = {**_ANY, **(_FLOAT32 if w.dtype == "float32" else _HALF)}
+    if shape == (64, 2) and w.m <= 8 * device.units:
+        table[shape] = (8, 256, 1, "none", "nc", "wb", 4, 2)  # one block an SM holds all
+    rows, threads, most = (int(v) for v in table[shape][:3])
+    prefetch, *hints = table[shape][3:]
+    while rows > 1 and (rows > w.m or 2 * w.m < device.units * rows):  # few rows: spread them over the multiprocessors
         rows, threads = rows // 2, threads // 2
     for per_sm in sorted((int(v) for v in values["per_sm"] if int(v) <= most), reverse=True):
-        base: dict[str, Value] = {"rows": rows, "threads": threads, "per_sm": per_sm, "load": "nc", "store": "wb"}
-        if w.m > device.units * per_sm * rows and (p, n) != (4, 7):
-            for prefetch in _AHEAD[w.dtype]:
-                yield {**base, "persistent": True, "prefetch": prefetch, "group": group}
-        yield {**base, "persistent": False, "prefetch": "none", "group": 8 if (p, n) == (8, 5) else group}
+        base: dict[str, Value] = {"rows": rows, "threads": threads, "per_sm": per_sm}
+        base.update(zip(("load", "store", "unroll", "group"), hints, strict=True))
+        if w.m > device.units * per_sm * rows and prefetch != "none":
+            yield {**base, "persistent": True, "prefetch": prefetch, "l2": False}
+        yield {**base, "persistent": False, "prefetch": "none", "l2": False}
