@@ -1,7 +1,8 @@
 """4-bit kernels for any number of rows from few builds, and the torch operator of `W4A16Linear` in a compiled graph.
 
-    m ≤ 64   one call: rows padded to the next power of two, as reading the weights twice would cost more
-    m > 64   at most two calls on row views, no copy: the largest power of two ≤ m, then the last rows (see `row_plan`)
+    few rows   one call: rows padded to the next power of two, as reading the weights twice would cost more (`PADDED_ROWS`)
+    more       at most two calls on row views, no copy: the largest power of two ≤ m, then the last rows (see `row_plan`)
+    m ≥ the recorded crossover: dequantise, then torch's library (w4a16_library.py)
 
 A number of rows that was tuned gets its own kernel. Read first: `W4A16Kernels`, `product`.
 """
@@ -25,7 +26,7 @@ from kronsched.errors import ArgumentError, CompileError, InvalidConfig, RecordE
 from kronsched.hardware import Device, resolve_target
 from kronsched.nn.autograd import is_recorded, is_tracked
 from kronsched.nn.dynamic import row_plan
-from kronsched.quant.packed_weight import PackedWeight
+from kronsched.nn.w4a16_library import LibraryProduct, crossover
 from kronsched.records import database
 from kronsched.records.journal import MAX_LINE
 from kronsched.records.schema import TuningRecord
@@ -34,7 +35,8 @@ from kronsched.runtime.load import load
 from kronsched.runtime.module import TunedModule
 from kronsched.workloads.gemm import Gemm
 
-PADDED_ROWS = 64
+PADDED_ROWS = {"cuda": 128, "cpu": 64}
+"""Up to so many rows one padded call is made. On an H200, 4096 × 4096, one of 128 rows took 15 µs, two of 64 rows 26."""
 _LARGEST_POWER = 24
 
 
@@ -51,12 +53,31 @@ class W4A16Kernels:
         self._cap = next(1 << e for e in range(_LARGEST_POWER, -1, -1) if self._fits(1 << e))
         self._lock = threading.Lock()
         self.modules: dict[int, TunedModule] = {}
+        self.library = LibraryProduct(one, self._device)
+
+    @cached_property
+    def threshold(self) -> int | None:
+        """From so many rows on the library multiplies, by the record for this device; None for never."""
+        found = crossover(self.one, self._device)
+        return None if found is None else found.rows
+
+    def uses_library(self, m: int) -> bool:
+        """Whether m rows are multiplied by the library."""
+        return self.threshold is not None and m >= self.threshold
+
+    def prepare(self, m: int) -> None:
+        """Build and load what m rows need."""
+        if self.uses_library(m):
+            self.library.prepare()
+            return
+        for _, bucket in self.plan(m):
+            self.module(bucket)
 
     def plan(self, m: int) -> list[tuple[int, int]]:
         """(first row, rows of the kernel) of each call that m rows take; a single call may be of a kernel for more rows."""
         if m in self._known:
             return [(0, m)]
-        if m <= min(PADDED_ROWS, self._cap):
+        if m <= min(PADDED_ROWS[self._device.kind], self._cap):
             return [(0, 1 << (m - 1).bit_length())]
         return row_plan(m, self._cap)
 
@@ -72,11 +93,15 @@ class W4A16Kernels:
 
     def __call__(self, x: Tensor, weights: list[Tensor]) -> Tensor:
         """Y (m, n) of x (m, k), m ≥ 1, and the flat tensors of the weights, without autograd."""
+        return self.library(x, weights) if self.uses_library(x.shape[0]) else self.by_kernels(x, weights)
+
+    def by_kernels(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        """The same by the fused kernels, however many rows."""
         m = x.shape[0]
         spans = self.plan(m)
         if len(spans) == 1:
             rows = spans[0][1]
-            whole = x if rows == m else torch.nn.functional.pad(x, (0, 0, 0, rows - m))
+            whole = x if rows == m else _padded(x, rows)
             y: Tensor = self.module(rows)(whole, *weights)
             return y if rows == m else y[:m]
         x = x.contiguous()
@@ -145,6 +170,13 @@ class W4A16Kernels:
                 yield record
 
 
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """More rows under x, with what is there: rows do not meet in a product, and filling them would take another launch."""
+    whole = x.new_empty((rows, x.shape[1]))
+    whole[: x.shape[0]] = x
+    return whole
+
+
 def _records(folder: Path, one: Gemm, device: Device) -> Iterator[TuningRecord]:
     """Records of a folder for this n and k. Lines are told apart by bytes first: parsing all would take seconds."""
     marks = [[json.dumps({name: value}, separators=s)[1:-1].encode() for s in ((",", ":"), (", ", ": "))]
@@ -196,7 +228,7 @@ def clear() -> None:
     """Forget the shared kernels, so that the next call looks into the logs again, such as after tuning."""
     with _shared_lock:
         _shared.clear()
-    _one.clear()
+        _by_layer.clear()
 
 
 # -- the product ---------------------------------------------------------------------------------------
@@ -221,21 +253,16 @@ def kernels_of(
     k: int, dtype: torch.dtype, device: torch.device, n: int, group_size: int, zero_point: str, act_order: bool
 ) -> W4A16Kernels:
     """The process's kernels for a layer."""
-    name = f"cuda:{device.index}" if device.type == "cuda" else device.type
-    return kernels_for(_workload(n, k, dtype, group_size, zero_point, act_order), name)
-
-
-_one: dict[tuple[Any, ...], Gemm] = {}
-
-
-def _workload(n: int, k: int, dtype: torch.dtype, group_size: int, zero_point: str, act_order: bool) -> Gemm:
-    """The workload with m=1, made once: its checks take longer than a launch."""
-    key = (n, k, dtype, group_size, zero_point, act_order)
-    found = _one.get(key)
-    if found is None:
+    key = (k, dtype, device, n, group_size, zero_point, act_order)
+    found = _by_layer.get(key)
+    if found is None:  # making a workload, and hashing it, takes longer than a launch
         name = str(dtype).removeprefix("torch.")
-        found = _one[key] = Gemm(1, n, k, name, group_size=group_size, zero_point=zero_point, act_order=act_order)
+        one = Gemm(1, n, k, name, group_size=group_size, zero_point=zero_point, act_order=act_order)
+        found = _by_layer[key] = kernels_for(one, f"cuda:{device.index}" if device.type == "cuda" else device.type)
     return found
+
+
+_by_layer: dict[tuple[Any, ...], W4A16Kernels] = {}
 
 
 @torch.library.custom_op("kronsched::w4a16", mutates_args=())
@@ -255,16 +282,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], None, None, None, None]:
-    one = _workload(ctx.n, ctx.k, grad.dtype, ctx.group_size, ctx.zero_point, ctx.act_order)
-    dense = packed_weight(one, list(ctx.saved_tensors)).unpack().to(grad.dtype)
-    return grad @ dense.T, [None] * len(ctx.saved_tensors), None, None, None, None
+    weights = list(ctx.saved_tensors)
+    dx = torch.ops.kronsched.w4a16_gradient(grad, weights, ctx.k, ctx.n, ctx.group_size, ctx.zero_point, ctx.act_order)
+    return dx, [None] * len(weights), None, None, None, None
 
 
 _w4a16.register_autograd(_backward, setup_context=_setup_context)
 
 
-def packed_weight(one: Gemm, weights: list[Tensor]) -> PackedWeight:
-    """The flat tensors of a workload's weights as a `PackedWeight`."""
-    words, scales, *rest = weights
-    zeros = rest.pop(0) if one.zero_point != "symmetric" else None
-    return PackedWeight(one.layout, words, scales, zeros, rest.pop(0) if one.act_order else None)
+@torch.library.custom_op("kronsched::w4a16_gradient", mutates_args=())
+def _w4a16_gradient(
+    grad: Tensor, weights: list[Tensor], k: int, n: int, group_size: int, zero_point: str, act_order: bool
+) -> Tensor:
+    kernels = kernels_of(k, grad.dtype, grad.device, n, group_size, zero_point, act_order)
+    return kernels.library.gradient(grad.detach(), weights)
+
+
+@_w4a16_gradient.register_fake
+def _(grad: Tensor, weights: list[Tensor], k: int, n: int, group_size: int, zero_point: str, act_order: bool) -> Tensor:
+    return grad.new_empty((grad.shape[0], k))

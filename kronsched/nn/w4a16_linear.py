@@ -23,10 +23,11 @@ class W4A16Linear(nn.Module):
     weight: packed weights (k, n): in_features = k, out_features = n.  bias: (n,) or None.  dtype: float16 or bfloat16, of x, y,
     scales and bias; that of the scales by default. x: (…, in_features), any number of rows; y: (…, out_features). Under
     torch.autocast x is cast to the autocast dtype. Weights are buffers, not parameters: they are not trained; the gradient of x
-    is computed from dequantised weights (slow, once differentiable). torch.compile sees one operator for every number of rows.
+    is computed from dequantised weights (once differentiable). torch.compile sees one operator for every number of rows.
 
     Kernels are built when a bucket of rows is first needed (`prepare` builds ahead) and shared by layers of the same shape: m
-    tuned exactly, else powers of two, with the config of the nearest tuned m. `kronsched.nn.w4a16_kernels.clear` forgets them.
+    tuned exactly, else powers of two, with the config of the nearest tuned m; for many rows dequantised weights and torch's
+    matmul, from where a record of this GPU says (see w4a16_library.py). `kronsched.nn.w4a16_kernels.clear` forgets them.
     State dicts go between layers of the same shapes and kind of zeros. `.to(dtype)` also changes the dtype of x.
     Raises ArgumentError or ArgumentTypeError naming the argument.
     """
@@ -116,8 +117,7 @@ class W4A16Linear(nn.Module):
         for m in rows:
             if isinstance(m, bool) or not isinstance(m, int) or m < 1:
                 raise ArgumentError(f"rows={m!r} is not allowed: ints ≥ 1 are needed")
-            for _, bucket in kernels.plan(m):
-                kernels.module(bucket)
+            kernels.prepare(m)
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…, out_features) of x (…, in_features)."""

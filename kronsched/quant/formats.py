@@ -79,6 +79,14 @@ class Layer:
         if tuple(tensor.shape) != tuple(shape):
             raise self.wrong(part, f"has shape {tuple(tensor.shape)}: {tuple(shape)} is needed for {why}")
 
+    def groups_within(self, part: str, g_idx: torch.Tensor, groups: int) -> None:
+        """ArgumentError or ArgumentTypeError unless the tensor holds numbers of groups."""
+        if g_idx.is_floating_point() or g_idx.is_complex():
+            raise ArgumentTypeError(self._text(part, f"has dtype {str(g_idx.dtype)[6:]}, an integer dtype is needed"))
+        low, high = int(g_idx.min()), int(g_idx.max())
+        if low < 0 or high >= groups:
+            raise self.wrong(part, f"holds the value {low if low < 0 else high}: groups 0 to {groups - 1} are needed")
+
     def wrong(self, part: str, text: str) -> ArgumentError:
         """An error that names the file and the tensor."""
         return ArgumentError(self._text(part, text))
@@ -168,6 +176,9 @@ def read_compressed(layer: Layer, config: QuantConfig) -> Unpacked:
     g_idx = layer.get("weight_g_idx", 1) if layer.has("weight_g_idx") else None
     if g_idx is not None and bool((g_idx == -1).all()):  # written so when it is not used
         g_idx = None
+    if g_idx is not None:
+        layer.shaped("weight_g_idx", g_idx, (k,), f"weight_shape={n}, {k}")
+        layer.groups_within("weight_g_idx", g_idx, groups)
     size = group_size(layer, "weight_scale", k, groups, config)
     return Unpacked(nibbles(words, 1)[:, :k].T, scales.T, zeros, size, g_idx)
 

@@ -3,7 +3,10 @@
 Version 1 of the format stores the zero point less one, version 2 the zero point. Files are labelled wrongly or not at all, so
 values decide: symmetric weights store 7 everywhere in version 1 and 8 in version 2. For others, weights of a layer have a mean
 near 0, so the mean of q - stored is near 1 in version 1 and near 0 in version 2. Only where that is not clear the label counts.
-A stored 15 of version 1 means 16.
+
+A stored 15 of version 1 means 16 to readers that add one to each nibble. But GPTQModel makes version 1 of version 2 by one
+subtraction a word of eight: a zero point of 0 then becomes 15 and borrows 1 from its neighbour, and one addition a word restores
+both. Again values tell: after a borrow q of the neighbour has a mean near 1 above what its nibble says (see `_borrowed`).
 
 Read first: `version_of`, `read_gptq`.
 """
@@ -26,6 +29,8 @@ _SURE = 0.1  # against a label
 _SIGMAS = 4.0
 _FEWEST = 8  # stored zeros that must all be 7, or 8, to count as a sign
 _SYMMETRIC = {7: 1, 8: 2}
+_ONE_EACH = 0x11111111  # 1 in each nibble of a word; int32 sums wrap as the packer's did
+_PLAUSIBLE = 4.0  # a neighbour whose q is further from its zero tells nothing, such as that of a second zero point of 0
 
 
 def version_of(layers: Sequence[Layer], config: QuantConfig) -> int:
@@ -67,7 +72,10 @@ def read_gptq(layer: Layer, config: QuantConfig, version: int) -> Unpacked:
     q, stored, g_idx = _values(layer)
     scales = layer.get("scales", 2)
     size = group_size(layer, "scales", q.shape[0], scales.shape[0], config, g_idx)
-    zeros = stored + 1 if version == 1 else stored
+    zeros = stored
+    if version == 1:
+        borrowed = _borrowed(q, stored, size, g_idx)
+        zeros = nibbles(layer.words("qzeros") + _ONE_EACH, 1)[:, : q.shape[1]] if borrowed else stored + 1
     return Unpacked(q, scales, none_if_neutral(zeros), size, g_idx)
 
 
@@ -84,10 +92,25 @@ def _values(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | No
         if g_idx.shape[0] % 8 != 0:
             raise layer.wrong("g_idx", f"has {g_idx.shape[0]} values: k must be a multiple of 8")
         layer.shaped("g_idx", g_idx, (k,), f"qweight of {tuple(words.shape)}, 8 values a word")
-        low, high = int(g_idx.min()), int(g_idx.max())
-        if low < 0 or high >= groups:
-            raise layer.wrong("g_idx", f"holds the value {low if low < 0 else high}: groups 0 to {groups - 1} are needed")
+        layer.groups_within("g_idx", g_idx, groups)
     return nibbles(words, 0), nibbles(zeros, 1)[:, :n], g_idx
+
+
+def _borrowed(q: torch.Tensor, stored: torch.Tensor, size: int, g_idx: torch.Tensor | None) -> bool:
+    """Whether stored zeros of version 1 were made by one subtraction a word, judged by the columns after a stored 15."""
+    import torch
+
+    columns = torch.arange(stored.shape[1] - 1, device=stored.device)
+    found = ((stored[:, :-1] == 15) & (columns % 8 != 7)).nonzero()  # the last of a word borrows from nobody
+    if len(found) == 0:
+        return False
+    k = q.shape[0]
+    groups = torch.arange(k, device=q.device) // (k if size == -1 else size) if g_idx is None else g_idx.long()
+    counts = torch.bincount(groups, minlength=stored.shape[0]).clamp(min=1)
+    sums = torch.zeros(stored.shape, device=q.device).index_add_(0, groups, q.float())
+    shifts = (sums / counts[:, None] - (stored.float() + 1))[found[:, 0], found[:, 1] + 1]
+    shifts = shifts[shifts.abs() < _PLAUSIBLE]
+    return len(shifts) > 0 and float(shifts.mean()) > 0.5
 
 
 def _shift(q: torch.Tensor, stored: torch.Tensor, g_idx: torch.Tensor | None) -> tuple[float, float]:

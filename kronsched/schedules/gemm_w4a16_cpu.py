@@ -35,6 +35,11 @@ class GemmW4A16Cpu(Schedule):
     family: ClassVar[str] = "gemm"
     device_kind: ClassVar[str] = "cpu"
 
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """None for 4-bit weights."""
+        assert isinstance(workload, Gemm)
+        return f"{self.name} takes 4-bit weights, not dense ones" if workload.is_dense else None
+
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/gemm_w4a16_cpu.toml, less the values that mean nothing at this shape."""
         assert isinstance(workload, Gemm)

@@ -8,16 +8,24 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from kronsched.schedules.w4a16_plan import W4Plan
+from kronsched.schedules.w4a16_plan import W4Tiles
 
 THREADS = 256
 
 
-def sum_kernel(p: W4Plan) -> Any:
+@T.inline
+def wait():
+    """Until all kernels before this one have ended; the next one may get its blocks ready from here on."""
+    T.ptx.griddepcontrol.wait()
+    T.ptx.griddepcontrol.launch_dependents()
+
+
+def sum_kernel(p: W4Tiles) -> Any:
     """The PrimFunc over p (split_k · m, n) float32 and y: partial results added in order."""
     m, n, S, dtype = p.workload.m, p.workload.n, p.split_k, p.workload.a_dtype
     V = 4 if m * n % 4 == 0 else 1
-    count = m * n // V
+    load = "ld.global.v4.f32" if V == 4 else "ld.global.f32"
+    count, waits = m * n // V, p.start != "serial"
 
     @T.prim_func
     def w4a16_sum(p: T.Buffer((S * m * n,), "float32"), y: T.Buffer((m * n,), dtype)):
@@ -25,23 +33,36 @@ def sum_kernel(p: W4Plan) -> Any:
         cta = T.cta_id([T.ceildiv(count, THREADS)])
         tx = T.thread_id([THREADS])
         at: T.let = cta * THREADS + tx
+        if waits:
+            wait()
         v = T.alloc_local([V], "float32")
+        parts = T.alloc_local([S * V], "float32")
         if at < count:
+            for j in T.unroll(S):
+                T.ptx[load](*[parts[j * V + q] for q in range(V)], p.ptr_to([j * (m * n) + at * V]))
             for q in T.unroll(V):
                 v[q] = T.float32(0)
             for j in T.unroll(S):
-                for q in T.vectorized(V):
-                    v[q] = v[q] + p[j * (m * n) + at * V + q]
+                for q in T.unroll(V):
+                    v[q] = v[q] + parts[j * V + q]
             for q in T.vectorized(V):
                 y[at * V + q] = T.cast(v[q], dtype)
 
     return w4a16_sum
 
 
-def gather_kernel(p: W4Plan) -> Any:
+def gather_kernel(p: W4Tiles) -> Any:
     """The PrimFunc over x, [perm] and xs (m, k_packed): x in the order of the packed rows, zeros for padding."""
     w = p.workload
     m, k, K, dtype = w.m, w.k, p.k, w.a_dtype
+    waits = p.start != "serial"
+
+    @T.inline
+    def element(x, xs, at, source, inside, value):
+        value[0] = T.uint16(0)
+        if inside:
+            T.ptx["ld.global.b16"](value[0], x.ptr_to([at // K, source]))
+        xs[at // K, at % K] = T.reinterpret(dtype, value[0])
 
     if w.act_order:
 
@@ -51,9 +72,13 @@ def gather_kernel(p: W4Plan) -> Any:
             cta = T.cta_id([T.ceildiv(m * K, THREADS)])
             tx = T.thread_id([THREADS])
             at: T.let = cta * THREADS + tx
+            source = T.alloc_local([1], "int32")
+            value = T.alloc_local([1], "uint16")
+            if waits:
+                wait()
             if at < m * K:
-                source: T.let = perm[at % K]
-                xs[at // K, at % K] = T.if_then_else(source >= 0, x[at // K, source], T.cast(T.float32(0), dtype))
+                T.ptx["ld.global.b32"](source[0], perm.ptr_to([at % K]))
+                element(x, xs, at, source[0], source[0] >= 0, value)
 
     else:
 
@@ -63,8 +88,11 @@ def gather_kernel(p: W4Plan) -> Any:
             cta = T.cta_id([T.ceildiv(m * K, THREADS)])
             tx = T.thread_id([THREADS])
             at: T.let = cta * THREADS + tx
+            value = T.alloc_local([1], "uint16")
+            if waits:
+                wait()
             if at < m * K:
-                xs[at // K, at % K] = T.if_then_else(at % K < k, x[at // K, at % K], T.cast(T.float32(0), dtype))
+                element(x, xs, at, at % K, at % K < k, value)
 
     return w4a16_gather
 

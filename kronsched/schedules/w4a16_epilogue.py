@@ -11,13 +11,16 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from kronsched.schedules.w4a16_plan import W4Plan
+from kronsched.schedules.w4a16_plan import W4Tiles
 
 
-def epilogue(p: W4Plan) -> Any:
-    """An inline (acc, smem, y, tx, wn, wk, g, t, bx, by, bm) that writes the block's part of y, or of the partial results."""
+def epilogue(p: W4Tiles) -> Any:
+    """An inline (acc, smem, y, tx, strip, wk, g, t, bx, by, bm) that writes the block's part of y, or of the partial results.
+
+    strip: the warp's first strip of 16 columns in the block; its next ones are `strip_step` further on each.
+    """
     m, n = p.workload.m, p.workload.n
-    STRIPS, WK, MT, PITCH, COLUMNS, THREADS = p.strips, p.warps_k, p.mtile, p.pitch, p.columns, p.threads
+    STRIPS, STEP, WK, MT, PITCH, COLUMNS, THREADS = p.strips, p.strip_step, p.warps_k, p.mtile, p.pitch, p.columns, p.threads
     ROWS = min(p.rows, m)
     VECTOR = 4 if n % 4 == 0 else 1
     PIECES = ROWS * COLUMNS // VECTOR
@@ -30,36 +33,36 @@ def epilogue(p: W4Plan) -> Any:
         return (slot * (8 * MT) + i * 8 + t * 2 + q % 2) * PITCH + strip * 16 + g + q // 2 * 8
 
     @T.inline
-    def write(acc, smem, slot, wn, g, t):
+    def write(acc, smem, slot, strip, g, t):
         for s in T.unroll(STRIPS):
             for i in T.unroll(MT):
                 for q in T.unroll(4):
-                    smem[place(slot, wn * STRIPS + s, i, q, g, t)] = acc[(s * MT + i) * 4 + q]
+                    smem[place(slot, strip + s * STEP, i, q, g, t)] = acc[(s * MT + i) * 4 + q]
 
     @T.inline
-    def add(acc, smem, slot, wn, g, t):
+    def add(acc, smem, slot, strip, g, t):
         for s in T.unroll(STRIPS):
             for i in T.unroll(MT):
                 for q in T.unroll(4):
                     at = T.meta_var((s * MT + i) * 4 + q)
-                    acc[at] = acc[at] + smem[place(slot, wn * STRIPS + s, i, q, g, t)]
+                    acc[at] = acc[at] + smem[place(slot, strip + s * STEP, i, q, g, t)]
 
     @T.inline
-    def finish(acc, smem, y, tx, wn, wk, g, t, bx, by, bm):
+    def finish(acc, smem, y, tx, strip, wk, g, t, bx, by, bm):
         T.cuda.cta_sync()
         if halving:
             for level in T.unroll(LEVELS):
                 half = T.meta_var((WK // 2) >> level)
                 if wk >= half and wk < 2 * half:
-                    write(acc, smem, wk - half, wn, g, t)
+                    write(acc, smem, wk - half, strip, g, t)
                 T.cuda.cta_sync()
                 if wk < half:
-                    add(acc, smem, wk, wn, g, t)
+                    add(acc, smem, wk, strip, g, t)
                 T.cuda.cta_sync()
             if wk == 0:
-                write(acc, smem, 0, wn, g, t)
+                write(acc, smem, 0, strip, g, t)
         else:
-            write(acc, smem, wk, wn, g, t)
+            write(acc, smem, wk, strip, g, t)
         T.cuda.cta_sync()
         v = T.alloc_local([VECTOR], "float32")
         for e in T.serial(T.ceildiv(PIECES, THREADS)):

@@ -20,21 +20,22 @@ from typing import Any
 from tvm.script import tirx as T
 
 from kronsched.quant.layout import TILE_K
-from kronsched.schedules.w4a16_around import renamed
+from kronsched.schedules.w4a16_around import renamed, wait
 from kronsched.schedules.w4a16_epilogue import epilogue
 from kronsched.schedules.w4a16_fragments import MMA, ONES, dequantiser, half_to_float, zero_offsets
-from kronsched.schedules.w4a16_plan import W4Plan
+from kronsched.schedules.w4a16_plan import W4Plan, W4Tiles
 
-LOAD_W = "ld.global.nc.L1::no_allocate.v4.b32"
-LOAD_X = "ld.global.nc.v4.b32"
+LOAD_W = "ld.global.L1::no_allocate.v4.b32"
+LOAD_X = "ld.global.v4.b32"
 COPY_W = "cp.async.cg.shared.global"
-LOAD_COLUMNS = {1: "ld.global.nc.b32", 2: "ld.global.nc.v2.b32", 4: "ld.global.nc.v4.b32"}
+LOAD_COLUMNS = {1: "ld.global.b32", 2: "ld.global.v2.b32", 4: "ld.global.v4.b32"}
+"""Not the non-coherent loads (.nc): a kernel that overlaps with the one before it may be running while its inputs are written."""
 
 
 class Indices:
     """Index expressions of a kernel, clamped only where the shape makes it necessary: what they read there meets zeros of x."""
 
-    def __init__(self, p: W4Plan) -> None:
+    def __init__(self, p: W4Tiles) -> None:
         """Take the sizes from a plan."""
         layout = p.workload.layout
         self.p, self.groups, self.rows_per_group = p, layout.groups, layout.rows_per_group
@@ -86,10 +87,13 @@ def main_kernel(p: W4Plan) -> Any:
     dequantise, offsets_of, to_float = dequantiser(dtype, folded), zero_offsets(dtype), half_to_float(dtype)
     mma, ones = MMA[dtype], ONES[dtype]
     finish = epilogue(p)
+    bounds = {"tirx.launch_bounds_min_blocks_per_sm": p.per_sm} if p.per_sm else {}
+    waits, early = p.start != "serial", p.start == "early"
 
     @T.inline
     def kernel(x, w, s, z, y):
         T.device_entry()
+        T.attr(bounds)
         cta = T.cta_id([GRID_N * GRID_K * GRID_M])
         tx = T.thread_id([THREADS])
         bm: T.let = cta % GRID_M
@@ -181,7 +185,7 @@ def main_kernel(p: W4Plan) -> Any:
                         )
                     if zeros == 2:
                         for i in T.unroll(WIDE):
-                            T.ptx["ld.global.nc.v2.f32"](
+                            T.ptx["ld.global.v2.f32"](
                                 zf_next[(reg + i) * 2], zf_next[(reg + i) * 2 + 1], z.ptr_to([*row, g * 8 + (first + i) % 4 * 2])
                             )
 
@@ -249,6 +253,8 @@ def main_kernel(p: W4Plan) -> Any:
                             tile = T.meta_var([x_sum[i * 4 + q] for q in range(4)])
                             T.ptx[mma](*tile, *[T.uint32(ones) for _ in range(4)], xr[x0], xr[x0 + 1], *tile)
 
+        if waits and not early:
+            wait()
         if ring:
             for d in T.unroll(D - 1):
                 if d < TRIPS:
@@ -257,13 +263,15 @@ def main_kernel(p: W4Plan) -> Any:
         else:
             for batch in T.unroll(STRIPS // BATCH):
                 load_words(0, batch)
+        load_columns(0)
+        if early:
+            wait()
         if late:
             load_x_chunk(xr, 0)
         if ahead:
             load_x_chunk(x_next, 0)
         if segment:
             load_x_segment(0, 0)
-        load_columns(0)
         for i in T.unroll(STRIPS * MT * 4):
             acc[i] = T.float32(0)
         for it in T.serial(TRIPS, unroll=p.unroll):
@@ -293,7 +301,7 @@ def main_kernel(p: W4Plan) -> Any:
                     load_x_chunk(xr, it + 1)
         if ring:
             T.ptx.cp.async_.wait_group(0)
-        finish(acc, smem, y, tx, wn, wk, g, t, bx, by, bm)
+        finish(acc, smem, y, tx, wn * STRIPS, wk, g, t, bx, by, bm)
 
     if zeros:
 

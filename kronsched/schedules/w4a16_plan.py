@@ -9,7 +9,7 @@ Read first: `W4Plan`, `plan_w4`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -28,27 +28,28 @@ _FIXED_REGISTERS = 40
 _SMALL_REDUCTION = 32 * 1024
 
 
-@dataclass(frozen=True)
-class W4Plan:
-    """One main kernel. Knobs under their own names; see the properties for what follows from them.
+class W4Tiles:
+    """What a main kernel's sizes follow from, whatever instruction multiplies; a plan adds how its knobs make them.
 
-    strips, …, zeros: the knobs, as search_spaces/gemm_w4a16_cuda.toml says.
+    workload: what is computed.  split_k: blocks that share the sum along k.  reduction: "flat" or "halving" (w4a16_epilogue.py).
+    start: "serial": after the kernel before it on the stream; "wait": its blocks start while that one ends, and wait for it;
+    "early": they read weights before they wait. Weights are constants: who writes packed tensors in place synchronises before
+    the next call. With split_k > 1 "early" is no gain: blocks that wait take the place of those that add up partial results.
+    strips, strip_step: strips of 16 columns a warp owns, and how far they are apart.  warps_k: shares of k in a block that add
+    up in shared memory.  mtile, rows: tiles of 8 rows of x a block holds, and these rows.  columns, threads: of a block.
     """
 
     workload: Gemm
+    split_k: int
+    reduction: str
+    start: str
     strips: int
-    warps_n: int
+    strip_step: int
     warps_k: int
     mtile: int
-    stages: int
-    split_k: int
-    x_load: str
-    batch: int
-    unroll: int
-    reduction: str
-    zeros: str
-
-    # -- shape --------------------------------------------------------------------------------------
+    rows: int
+    columns: int
+    threads: int
 
     @property
     def prepared(self) -> bool:
@@ -82,32 +83,10 @@ class W4Plan:
         return TILE_K if layout.groups == 1 else gcd(layout.rows_per_group, TILE_K)
 
     @property
-    def columns(self) -> int:
-        """Columns of a block."""
-        return 16 * self.strips * self.warps_n
-
-    @property
-    def rows(self) -> int:
-        """Rows of x of a block."""
-        return 8 * self.mtile
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps_n * self.warps_k
-
-    @property
     def grid(self) -> tuple[int, int, int]:
         """(column blocks, splits of k, row blocks)."""
         w = self.workload
         return (-(-w.layout.n_packed // self.columns), self.split_k, -(-w.m // self.rows))
-
-    # -- resources ----------------------------------------------------------------------------------
-
-    @property
-    def ring_words(self) -> int:
-        """32-bit words of the cp.async ring in shared memory; 0 when weights go straight to registers."""
-        return self.stages * 2 * self.strips * self.threads * 4
 
     @property
     def pitch(self) -> int:
@@ -118,6 +97,52 @@ class W4Plan:
     def slots(self) -> int:
         """Partial results that are in shared memory at once."""
         return self.warps_k if self.reduction == "flat" else max(1, self.warps_k // 2)
+
+
+@dataclass(frozen=True)
+class W4Plan(W4Tiles):
+    """One main kernel. Knobs under their own names; see the properties for what follows from them.
+
+    strips, …, zeros: the knobs, as search_spaces/gemm_w4a16_cuda.toml says.  per_sm: blocks that ptxas is told an SM should
+    hold: it limits registers to that, and to nothing less.
+    """
+
+    workload: Gemm
+    strips: int
+    warps_n: int
+    warps_k: int
+    mtile: int
+    stages: int
+    split_k: int
+    x_load: str
+    batch: int
+    unroll: int
+    reduction: str
+    zeros: str
+    start: str
+    per_sm: int = 1
+
+    strip_step = 1
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """Columns of a block."""
+        return 16 * self.strips * self.warps_n
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """Rows of x of a block."""
+        return 8 * self.mtile
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        """Threads of a block."""
+        return 32 * self.warps_n * self.warps_k
+
+    @property
+    def ring_words(self) -> int:
+        """32-bit words of the cp.async ring in shared memory; 0 when weights go straight to registers."""
+        return self.stages * 2 * self.strips * self.threads * 4
 
     @property
     def shared_words(self) -> int:
@@ -140,11 +165,22 @@ class W4Plan:
 def plan_w4(w: Gemm, config: Config, device: Device) -> W4Plan:
     """The plan of a config. Raises InvalidConfig with one line when it breaks a limit or repeats another config's kernel."""
     c: dict[str, Any] = dict(config)
+    c.setdefault("start", "serial" if capability(device) < 90 else "wait" if c["split_k"] > 1 else "early")
     plan = W4Plan(workload=w, **c)
+    if "per_sm" not in c:
+        plan = replace(plan, per_sm=_blocks_per_sm(plan, device))
     for broken in (_limits(plan, device), _idle(plan, device.units)):
         if broken is not None:
             raise InvalidConfig(broken)
     return plan
+
+
+def _blocks_per_sm(p: W4Plan, device: Device) -> int:
+    """Blocks that an SM should hold at once: as many as there are for it, if their registers suffice."""
+    blocks = p.grid[0] * p.grid[1] * p.grid[2]
+    expected = max(32, 1.17 * p.registers - 32)  # what ptxas can do with, a tenth less than it takes when nothing limits it
+    fit = int(device.registers_per_sm // (expected * p.threads))
+    return max(1, min(-(-blocks // device.units), fit, device.max_threads_per_sm // p.threads))
 
 
 def _limits(p: W4Plan, device: Device) -> str | None:
@@ -185,6 +221,11 @@ def _idle(p: W4Plan, units: int) -> str | None:
     if p.split_k > 1 and p.split_k * blocks > 4 * units:
         return f"split_k={p.split_k} of {blocks} blocks for {units} multiprocessors: more blocks are no help"
     return None
+
+
+def capability(device: Device) -> int:
+    """Such as 90 for sm_90a."""
+    return int("".join(c for c in device.arch if c.isdigit()))
 
 
 def zero_methods(w: Gemm) -> tuple[str, ...]:

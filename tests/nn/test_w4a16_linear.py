@@ -164,6 +164,32 @@ def test_gradient_of_x(layer: W4A16Linear) -> None:
     torch.testing.assert_close(x.grad.double(), want, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("k", [96, 80])
+def test_gradient_of_x_with_act_order(k: int) -> None:
+    c = cases.layer(k, N, 32)
+    layer = W4A16Linear(quant.pack(c["q"], c["scales"] / 16, None, 32, (c["rows"] + 1) % 3), dtype=torch.float16)
+    x = rows(3, k, dtype=torch.float16).requires_grad_()
+    weight = rows(3, N, dtype=torch.float16)
+    (layer(x) * weight).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), weight.double() @ layer.packed().unpack().T, rtol=2e-3, atol=2e-2)
+
+
+def test_a_compiled_graph_with_its_gradient(layer: W4A16Linear) -> None:
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, y = rows(3, K).requires_grad_(), rows(3, K).requires_grad_()
+    compiled(x).sum().backward()
+    layer(y).sum().backward()
+    assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+
+
+def test_the_gradient_has_none_itself(layer: W4A16Linear) -> None:
+    x = rows(3, K).requires_grad_()
+    [dx] = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dx.sum().backward()
+
+
 def test_autocast(layer: W4A16Linear) -> None:
     x = rows(3, K, dtype=torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -77,6 +77,21 @@ def test_gptq_v1_stored_15_is_16() -> None:
     same(cases.gptq(case, 1), case, gptq_version=1)
 
 
+def test_gptq_v1_made_by_one_subtraction_a_word() -> None:
+    case = cases.layer(256, 64, 128)
+    for group, column in ((0, 3), (1, 3), (1, 17), (0, 40), (0, 41)):
+        case["zeros"][group, column] = 0
+        rows = case["rows"] == group
+        case["q"][rows, column] = (case["q"][rows, column].int() - 4).clamp(0, 15).to(torch.uint8)
+    tensors = cases.gptq(case, 2)
+    tensors["a.q_proj.qzeros"] = tensors["a.q_proj.qzeros"] - 0x11111111
+    stored = tensors["a.q_proj.qzeros"]
+    assert int(stored[0, 0] >> 12) & 15 == 15  # what was 0
+    same(tensors, case, gptq_version=1)
+    del tensors["a.q_proj.g_idx"]
+    same(tensors, case, gptq_version=1)
+
+
 def test_gptq_layers_that_disagree_are_refused() -> None:
     case = cases.layer(128, 16, 64, zeros="symmetric")
     both = {**cases.gptq(case, 1, "a."), **cases.gptq(case, 2, "b.")}

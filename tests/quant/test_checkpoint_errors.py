@@ -52,6 +52,19 @@ def test_g_idx_out_of_range(value: int) -> None:
     assert line(gptq(g_idx=g_idx)) == f"tensors: {NAME}.g_idx holds the value {value}: groups 0 to 1 are needed"
 
 
+@pytest.mark.parametrize("value", [-7, 2, 2**31 - 1])
+def test_g_idx_of_compressed_tensors_out_of_range(value: int) -> None:
+    tensors = cases.compressed(cases.layer(256, 64, 128), act_order=True)
+    tensors[f"{NAME}.weight_g_idx"][7] = value
+    assert line(tensors) == f"tensors: {NAME}.weight_g_idx holds the value {value}: groups 0 to 1 are needed"
+    tensors[f"{NAME}.weight_g_idx"] = torch.zeros(255, dtype=torch.int32)
+    assert f"{NAME}.weight_g_idx has shape (255,): (256,) is needed" in line(tensors)
+
+
+def test_g_idx_that_is_no_integer() -> None:
+    assert f"{NAME}.g_idx has dtype float32, an integer dtype is needed" in line(gptq(g_idx=torch.zeros(256)))
+
+
 def test_a_group_too_full() -> None:
     g_idx = torch.arange(256, dtype=torch.int32) // 128
     g_idx[200] = 0
@@ -75,6 +88,10 @@ def test_group_size_that_does_not_divide(write: Any) -> None:
     text = line(folder)
     assert f"{NAME}.scales has 4 groups for k=256, which group_size=96 of {folder}/quantize_config.json does not give" in text
     assert "model.safetensors: " in text
+    (folder / "quantize_config.json").unlink()
+    scales = torch.ones(3, 64).half()
+    text = line({**tensors, f"{NAME}.scales": scales, f"{NAME}.qzeros": torch.zeros(3, 8, dtype=torch.int32)}, gptq_version=2)
+    assert text == f"tensors: {NAME}.scales has 3 groups, which do not divide k=256: a config with group_size is needed"
     text = line(cases.awq(cases.layer(64, 16, 16)))
     assert text == f"tensors: layer '{NAME}': group_size=16 is not allowed: -1 (one group) or a multiple of 32 is needed"
 
@@ -141,6 +158,11 @@ def test_files(write: Any, tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         for source in (path, folder):
             assert line(source).startswith(f"{path}: truncated, or no safetensors file: ")
+    path.write_bytes(whole)
+    header = int.from_bytes(whole[:8], "little")
+    for broken in (whole[:8] + b"x" * header + whole[8 + header :], (2**40).to_bytes(8, "little") + whole[8:]):
+        path.write_bytes(broken)
+        assert line(path).startswith(f"{path}: truncated, or no safetensors file: ")
     path.write_bytes(whole)
     (folder / "copy.safetensors").write_bytes(whole)
     assert "is also in copy.safetensors" in line(folder)

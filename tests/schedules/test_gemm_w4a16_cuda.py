@@ -57,6 +57,26 @@ def test_one_launch_unless_x_is_gathered_or_k_is_split() -> None:
     assert symbols(Gemm(3, 64, 1016)) == ["w4a16"]  # rows of x start on 16 bytes
 
 
+def test_launches_overlap_where_the_gpu_can() -> None:
+    w = Gemm(3, 64, 1024)
+    for knobs, order in (({}, "early"), ({"split_k": 2}, "wait")):
+        assert plan_w4(w, {**BASE, **knobs}, H200).start == order
+        lowered = lower(w, SCHEDULE, {**BASE, **knobs}, H200)
+        assert all(x.overlap for x in lowered.launches)
+    old = lower(w, SCHEDULE, BASE, A100)
+    assert not old.launches[0].overlap and "griddepcontrol" not in old.source
+
+
+def test_x_is_read_after_the_wait_and_weights_before_it() -> None:
+    source = lower(Gemm(3, 64, 1024), SCHEDULE, BASE, H200).source
+    body = source[source.index("__launch_bounds__") :]
+    waits = body.index("griddepcontrol_wait()")
+    assert 0 < body.index("(w_ptr[") < waits < body.index("(x_ptr[")
+    safe = lower(Gemm(3, 64, 1024), SCHEDULE, {**BASE, "start": "wait"}, H200).source
+    body = safe[safe.index("__launch_bounds__") :]
+    assert body.index("griddepcontrol_wait()") < min(body.index("(w_ptr["), body.index("(s_ptr["), body.index("(x_ptr["))
+
+
 @pytest.mark.parametrize("device", [H200, A100], ids=["sm_90a", "sm_80"])
 @pytest.mark.parametrize(
     "w",
@@ -66,6 +86,8 @@ def test_one_launch_unless_x_is_gathered_or_k_is_split() -> None:
         Gemm(16, 4096, 14336, "bfloat16", group_size=-1),
         Gemm(64, 8192, 8192),
         Gemm(16, 1024, 4096, group_size=32, zero_point="float"),
+        Gemm(1, 4096, 4096, "bfloat16"),
+        Gemm(70000, 4096, 4096, group_size=32),
     ],
     ids=lambda w: w.label,
 )
@@ -82,6 +104,12 @@ def test_an_old_gpu_is_refused() -> None:
     turing = dataclasses.replace(A100, arch="sm_75", name="T4")
     assert SCHEDULE.supports(Gemm(1, 64, 64), turing) == "gemm_w4a16_cuda needs sm_80 or later, T4 is sm_75"
     assert SCHEDULE.supports(Gemm(1, 64, 64), A100) is None
+
+
+def test_many_rows_are_left_to_the_warpgroup_schedule_where_there_is_one() -> None:
+    many = Gemm(65, 64, 64)
+    assert "gemm_w4a16_wgmma" in str(SCHEDULE.supports(many, H200))
+    assert SCHEDULE.supports(many, A100) is None and SCHEDULE.supports(Gemm(64, 64, 64), H200) is None
 
 
 def test_the_space_is_small_enough_to_be_measured_whole() -> None:

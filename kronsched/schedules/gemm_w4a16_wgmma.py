@@ -1,0 +1,125 @@
+"""W4A16 Gemm on Hopper's warpgroup products: the schedule around the TIRx kernel of w4a16_wgmma_kernel.py.
+
+    [prepare: x -> xs, [x_sums]]  ->  main: x or xs, w, s, [z] -> y or p  ->  [sum: p -> y]
+
+For 9 rows of x and more: what is read of x serves more columns, and the product runs at twice the rate of `mma.sync`.
+
+Read first: w4a16_wgmma_plan.py (sizes and constraints), w4a16_wgmma_kernel.py (the program).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kronsched.errors import InvalidConfig
+from kronsched.schedules.base import Launch, Schedule, Scheduled
+from kronsched.schedules.w4a16_wgmma_plan import must_prepare, plan_wgmma, wgmma_features
+from kronsched.space import Config, Knob, SearchSpace, load_knobs
+from kronsched.workloads.base import TensorSpec, Workload
+from kronsched.workloads.gemm import Gemm
+
+if TYPE_CHECKING:
+    from kronsched.hardware import Device
+
+FEWEST_ROWS = 9
+"""From here on a tile of 16 rows is at least half full."""
+
+
+class GemmW4A16Wgmma(Schedule):
+    """Fused dequantise and product with `wgmma`; float16 and bfloat16 x, m ≥ 9, any n and k."""
+
+    name: ClassVar[str] = "gemm_w4a16_wgmma"
+    family: ClassVar[str] = "gemm"
+    device_kind: ClassVar[str] = "cuda"
+    untuned_share: ClassVar[float] = 0.5
+
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """None for 4-bit weights and m ≥ 9 on sm_90a."""
+        assert isinstance(workload, Gemm)
+        if workload.is_dense:
+            return f"{self.name} takes 4-bit weights, not dense ones"
+        if device.arch != "sm_90a":
+            return f"{self.name} needs sm_90a, {device.name} is {device.arch}"
+        if workload.m < FEWEST_ROWS:
+            return f"m={workload.m}: {FEWEST_ROWS} rows at least are needed"
+        return None
+
+    def space(self, workload: Workload, device: Device) -> SearchSpace:
+        """Knobs of search_spaces/gemm_w4a16_wgmma.toml, less the values that mean nothing for this workload."""
+        assert isinstance(workload, Gemm)
+        knobs = [_fitting(knob, workload) for knob in load_knobs(self.name)]
+
+        def check(config: Config) -> str | None:
+            try:
+                plan_wgmma(workload, config, device)
+            except InvalidConfig as e:
+                return str(e)
+            return None
+
+        return SearchSpace(self.name, knobs, check)
+
+    def default_config(self, workload: Workload, device: Device) -> Config:
+        """The widest block for which there are enough blocks; k split when there are too few in any case."""
+        assert isinstance(workload, Gemm)
+        space = self.space(workload, device)
+        values: dict[str, tuple[Any, ...]] = {k.name: k.values for k in space.knobs}
+        wish = {"rows": max(v for v in values["rows"] if v <= 128), "copies": values["copies"][-1]}
+        shapes = ((1, 2, 2), (1, 2, 1), (1, 1, 2), (1, 1, 1))
+        for (tiles, groups_n, groups_k), split_k, stages in itertools.product(shapes, values["split_k"], (4, 3, 2)):
+            config = {**wish, "tiles": tiles, "groups_n": groups_n, "groups_k": groups_k, "split_k": split_k, "stages": stages}
+            config = {knob.name: config[knob.name] for knob in space.knobs}
+            if space.invalid(config) is None:
+                grid = plan_wgmma(workload, config, device).grid
+                if split_k == max(values["split_k"]) or grid[0] * grid[1] * grid[2] >= 0.7 * device.units:
+                    return config
+        for candidate in space:
+            return candidate.config
+        raise InvalidConfig(f"no config of {self.name} is valid for {workload.label} on {device.name}")
+
+    def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
+        """One PrimFunc a launch; scratch for the prepared x and for partial results."""
+        import tvm
+
+        from kronsched.schedules.w4a16_around import sum_kernel
+        from kronsched.schedules.w4a16_prepare import prepare_kernel
+        from kronsched.schedules.w4a16_wgmma_kernel import main_kernel
+
+        assert isinstance(workload, Gemm)
+        plan = plan_wgmma(workload, config, device)
+        funcs: dict[str, Any] = {}
+        launches, scratch = [], []
+
+        def launch(name: str, func: Any) -> None:
+            funcs[name] = func.with_attr("global_symbol", name)
+            launches.append(Launch(name, tuple(str(p.name) for p in func.params), overlap=plan.start != "serial"))
+
+        if plan.prepared:
+            scratch.append(TensorSpec("xs", plan.image, workload.a_dtype))
+            if workload.zero_point == "float":
+                scratch.append(TensorSpec("x_sums", plan.x_sums, "float32"))
+            launch("w4a16_prepare", prepare_kernel(plan))
+        launch("w4a16_wgmma", main_kernel(plan))
+        if plan.split_k > 1:
+            scratch.append(TensorSpec("p", (plan.split_k * workload.m, workload.n), "float32"))
+            launch("w4a16_sum", sum_kernel(plan))
+        return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch))
+
+    def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
+        """Blocks, waves, occupancy, bytes through memory, roofline time."""
+        assert isinstance(workload, Gemm)
+        return wgmma_features(plan_wgmma(workload, config, device), device)
+
+
+def _fitting(knob: Knob, w: Gemm) -> Knob:
+    """The knob with the values that can matter for this workload (the first one where none does)."""
+    values: tuple[Any, ...] = knob.values
+    chunks = w.layout.k_packed // 128
+    if knob.name == "rows":
+        values = tuple(sorted(v for v in values if v <= 16 or v < 2 * w.m)[-2:])
+    elif knob.name in ("groups_k", "split_k"):
+        values = tuple(v for v in values if v <= chunks)
+    elif knob.name == "copies" and must_prepare(w):
+        values = tuple(v for v in values if v != "threads")
+    return Knob(knob.name, values or knob.values[:1], knob.help)
