@@ -1,8 +1,8 @@
 """CUDA executable: a cubin loaded and launched through the CUDA driver (cuda-bindings), in torch's primary context.
 
-Kernel parameters are prebuilt; a call sets pointers and queues the launches on torch's current stream. Nothing synchronises, and
-scratch comes from torch's caching allocator at each call, so a call can be captured in a CUDA graph (scratch then belongs to the
-graph's own pool) and calls on several streams never share scratch.
+Kernel parameters are prebuilt; a call sets pointers (or tensor maps, encoded once an address) and queues the launches on torch's
+current stream. Nothing synchronises, and scratch comes from torch's caching allocator at each call, so a call can be captured in
+a CUDA graph (scratch then belongs to the graph's own pool) and calls on several streams never share scratch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kronsched.errors import UnsupportedError
 from kronsched.runtime.executable import TensorLike
 from kronsched.runtime.manifest import LaunchSpec, Manifest
+from kronsched.runtime.tensor_map import MapCache, encode
 
 if TYPE_CHECKING:
     import torch
@@ -86,10 +88,12 @@ class CudaExecutable:
 
 
 class _Kernel:
-    """A kernel with its parameter block: an array of pointers to 8-byte values."""
+    """A kernel with its parameter block: an array of pointers to 8-byte values, and to 128-byte tensor maps."""
 
     def __init__(self, driver: Any, module: Any, launch: LaunchSpec) -> None:
-        self.args = launch.args
+        caches = {m.name: MapCache(m, partial(encode, driver)) for m in launch.maps}
+        self.maps = [(i, caches[name]) for i, name in enumerate(launch.args) if name in caches]
+        self.args = [(i, name) for i, name in enumerate(launch.args) if name not in caches]
         (self.function,) = checked(driver.cuModuleGetFunction(module, launch.symbol.encode()), launch.symbol)
         if launch.shared_bytes > _DEFAULT_SHARED:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -100,12 +104,14 @@ class _Kernel:
         self.params = (ctypes.c_void_p * n)(*(base + 8 * i for i in range(n)))
         self.geometry = (*launch.grid, *launch.block, launch.shared_bytes)
         self.symbol = launch.symbol
-        self.config = _overlapping(driver, launch) if launch.overlap else None
+        self.config = _extended(driver, launch) if launch.overlap or launch.cluster > 1 else None
 
     def launch(self, driver: Any, addresses: dict[str, int], stream: int) -> None:
         values = self.values
-        for i, name in enumerate(self.args):
+        for i, name in self.args:
             values[i] = addresses[name]
+        for i, cache in self.maps:
+            self.params[i] = cache.address(addresses[cache.spec.tensor])
         params = ctypes.addressof(self.params)
         if self.config is None:
             checked(driver.cuLaunchKernel(self.function, *self.geometry, stream, params, 0), self.symbol)
@@ -114,16 +120,25 @@ class _Kernel:
             checked(driver.cuLaunchKernelEx(self.config, self.function, params, 0), self.symbol)
 
 
-def _overlapping(driver: Any, launch: LaunchSpec) -> Any:
-    """The launch configuration of a kernel that may start before the one before it has ended."""
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+def _extended(driver: Any, launch: LaunchSpec) -> Any:
+    """The launch configuration of a kernel in clusters, or one that may start before the one before it has ended."""
+    attributes = []
+    if launch.overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if launch.cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = launch.cluster, 1, 1
+        attributes.append(attribute)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
     config.sharedMemBytes = launch.shared_bytes
-    config.attrs, config.numAttrs = [attribute], 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 

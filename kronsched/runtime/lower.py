@@ -12,13 +12,14 @@ import hashlib
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import CompileError, InvalidConfig, KronschedError
 from kronsched.runtime.manifest import LaunchSpec
+from kronsched.runtime.tensor_map import DECLARATION, TensorMap, tensor_maps
 from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.space import Config
 from kronsched.workloads.base import TensorSpec, Workload
@@ -35,6 +36,7 @@ _LAUNCH_PARAMS = (
     "threadIdx.x",
     "threadIdx.y",
     "threadIdx.z",
+    "clusterCtaIdx.x",
     "tirx.use_dyn_shared_memory",
 )
 
@@ -173,7 +175,7 @@ def _lower_cuda(scheduled: Scheduled, device: Device) -> Lowered:
             kernels[launch.func] = _lower_kernel(_function(scheduled.mod, launch), launch, target)
         spec = kernels[launch.func][1]
         check_limits(spec, device)
-        _check_overlap(spec, device)
+        _check_hopper(spec, device)
         launches.append(spec)
     # One device module, hence one source and one cubin, in order of first launch.
     module = tvm.IRModule({spec.symbol: func for func, spec in kernels.values()})
@@ -181,6 +183,8 @@ def _lower_cuda(scheduled: Scheduled, device: Device) -> Lowered:
         code = str(tvm.get_global_func("target.build.cuda")(module, target).inspect_source())
     if any(spec.overlap for spec in launches) and "griddepcontrol.wait" not in code:
         raise CompileError("a launch with overlap never waits for the kernel before it (griddepcontrol.wait)")
+    if any(spec.maps for spec in launches):
+        code = DECLARATION + code
     source = _with_launches("//", launches, scheduled, code)
     return Lowered(source, _digest(source), tuple(launches), scheduled.scratch, None)
 
@@ -221,8 +225,10 @@ def _lower_kernel(func: Any, launch: Launch, target: Any) -> tuple[Any, LaunchSp
         raise CompileError(f"launch {launch.func} lowers to {len(kernels)} kernels, exactly one is needed")
     kernel = kernels[0]
     symbol = str(kernel.attrs["global_symbol"])
-    args = _kernel_args(kernel, launch)
+    maps = {m.name: m for m in tensor_maps(func)}
+    args = _kernel_args(kernel, launch, maps)
     by_name = dict(zip(launch.args, zip(shapes, dtypes, strict=True), strict=True))
+    by_name.update((name, by_name[m.tensor]) for name, m in maps.items())
     extents = _launch_extents(host, symbol, len(args))
     spec = LaunchSpec(
         symbol=symbol,
@@ -233,16 +239,18 @@ def _lower_kernel(func: Any, launch: Launch, target: Any) -> tuple[Any, LaunchSp
         shared_bytes=extents.get("tirx.use_dyn_shared_memory", 0),
         dtypes=tuple(by_name[a][1] for a in args),
         overlap=launch.overlap,
+        maps=tuple(maps[a] for a in args if a in maps),
+        cluster=extents.get("clusterCtaIdx.x", 1),
     )
     return kernel, spec
 
 
-def _kernel_args(kernel: Any, launch: Launch) -> tuple[str, ...]:
-    """Tensor names in the kernel's parameter order: TVM sorts parameters by name and drops unused ones."""
+def _kernel_args(kernel: Any, launch: Launch, maps: Mapping[str, TensorMap]) -> tuple[str, ...]:
+    """Names of tensors and tensor maps in the kernel's parameter order: TVM sorts parameters by name and drops unused ones."""
     args = []
     for param in kernel.params:
         name = str(param.name).removesuffix("_ptr")
-        if name not in launch.args or name in args:
+        if name in args or (name not in launch.args and name not in maps):
             raise CompileError(f"launch {launch.func}: kernel parameter {param.name!r} is not one of {', '.join(launch.args)}")
         args.append(name)
     return tuple(args)
@@ -289,9 +297,14 @@ def check_limits(launch: LaunchSpec, device: Device, static_shared: int = 0) -> 
         raise InvalidConfig(f"{launch.symbol}: grid {launch.grid} is beyond CUDA's limit (2^31-1, 65535, 65535)")
 
 
-def _check_overlap(launch: LaunchSpec, device: Device) -> None:
-    if launch.overlap and int("".join(c for c in device.arch if c.isdigit())) < 90:
+def _check_hopper(launch: LaunchSpec, device: Device) -> None:
+    newer = int("".join(c for c in device.arch if c.isdigit())) >= 90
+    if launch.overlap and not newer:
         raise InvalidConfig(f"{launch.symbol}: overlapping launches need sm_90 or newer, {device.name} is {device.arch}")
+    if launch.cluster > 1 and not newer:
+        raise InvalidConfig(f"{launch.symbol}: clusters of blocks need sm_90 or newer, {device.name} is {device.arch}")
+    if launch.grid[0] % launch.cluster:
+        raise InvalidConfig(f"{launch.symbol}: {launch.grid[0]} blocks are no whole number of clusters of {launch.cluster}")
 
 
 def _with_launches(comment: str, launches: Sequence[LaunchSpec], scheduled: Scheduled, code: str) -> str:
@@ -300,7 +313,9 @@ def _with_launches(comment: str, launches: Sequence[LaunchSpec], scheduled: Sche
     for spec in launches:
         geometry = f" grid={spec.grid} block={spec.block} dynamic_shared={spec.shared_bytes}" if comment == "//" else ""
         geometry += " overlap" if spec.overlap else ""
+        geometry += f" cluster={spec.cluster}" if spec.cluster > 1 else ""
         lines.append(f"{comment} launch {spec.symbol}({', '.join(spec.args)}){geometry}")
+        lines += [f"{comment}   {m.describe()}" for m in spec.maps]
     lines += [f"{comment} scratch {t.name} {t.shape} {t.dtype}" for t in scheduled.scratch]
     return "\n".join((*lines, code.strip())) + "\n"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kronsched.errors import RecordError
+from kronsched.runtime.tensor_map import TensorMap
 from kronsched.workloads.base import TensorSpec
 
 FORMAT = 1
@@ -28,6 +29,9 @@ class LaunchSpec:
     symbol: the kernel name in the cubin, or the exported function of the shared library.  args: tensor names in the order
     of the function's parameters.  shapes, dtypes: of each argument as the function sees it (a tensor may be viewed with
     another shape).  grid, block: CUDA blocks and threads.  shared_bytes: dynamic shared memory.  overlap: see `Launch`.
+    cluster: blocks of a thread block cluster along x.
+    maps: tensor maps among the arguments: an argument with the name of one is passed as the map, by value, and its shape and
+    dtype are those of the tensor it describes.
     """
 
     symbol: str
@@ -38,6 +42,14 @@ class LaunchSpec:
     shared_bytes: int = 0
     dtypes: tuple[str, ...] = ()
     overlap: bool = False
+    maps: tuple[TensorMap, ...] = ()
+    cluster: int = 1
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Names of the tensors it uses, directly or through a tensor map."""
+        named = {m.name: m.tensor for m in self.maps}
+        return frozenset(named.get(a, a) for a in self.args)
 
     @property
     def threads(self) -> int:
@@ -56,9 +68,13 @@ class LaunchSpec:
             shared_bytes=_size(data["shared_bytes"]),
             dtypes=tuple(_text(d) for d in data["dtypes"]),
             overlap=_flag(data.get("overlap", False)),
+            maps=tuple(TensorMap.from_dict(m) for m in data.get("maps", ())),
+            cluster=_size(data.get("cluster", 1)),
         )
         if not len(launch.args) == len(launch.shapes) == len(launch.dtypes):
             raise ValueError(f"launch {launch.symbol}: args, shapes and dtypes differ in length")
+        if not {m.name for m in launch.maps} <= set(launch.args):
+            raise ValueError(f"launch {launch.symbol}: a tensor map is no argument")
         return launch
 
 
@@ -155,7 +171,7 @@ class Manifest:
         fields["output"] = TensorSpec.from_dict(data["output"])
         known = {t.name for t in (*fields["inputs"], *fields["scratch"], fields["output"])}
         for launch in fields["launches"]:
-            if not known.issuperset(launch.args):
+            if not known.issuperset(launch.tensors):
                 raise ValueError(f"launch {launch.symbol} uses tensors that are not described")
         return cls(**fields)
 

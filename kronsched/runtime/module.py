@@ -124,7 +124,7 @@ class TunedModule:
 
     # -- calls --------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, out: Any = None) -> Any:
+    def __call__(self, *args: Any, out: Any = None, **named: Any) -> Any:
         """Run the kernel on the inputs of the workload and return the output (`out` when given).
 
         Inputs: all torch tensors on this module's device, or all numpy arrays, with the workload's shapes and dtypes (bfloat16
@@ -133,11 +133,12 @@ class TunedModule:
         torch's current stream, does not synchronise and may be captured in a CUDA graph; it copies numpy arrays to the GPU and
         the result back. Calls are thread-safe.
 
-        out: a contiguous tensor or array of the output's shape and dtype that shares no memory with an input.
-        Gradients (of any order) are recorded for families that have them (`KronMatmul`), without `out`.
-        Raises ArgumentError or ArgumentTypeError naming the argument; UnsupportedError where gradients cannot be recorded.
+        named: a family's optional inputs, such as bias of Conv2d.  out: a contiguous tensor or array of the output's shape and
+        dtype that shares no memory with an input. Gradients (of any order) are recorded for families that have them
+        (`KronMatmul`), without `out`. Raises ArgumentError or ArgumentTypeError naming the argument; UnsupportedError where
+        gradients cannot be recorded.
         """
-        flat = self.workload.flatten_args(args)
+        flat = self.workload.flatten_named(args, named) if named else self.workload.flatten_args(args)
         # Compiling comes first: torch.compile must not see, and guard on, a signature that a later plain call creates.
         plain = out is None and not _is_numpy(flat) and not _is_compiling() and not _is_traced()
         if plain and self._signature is not None and self._signature.fits(flat):
@@ -158,9 +159,9 @@ class TunedModule:
             return ops.call(self._handle, flat, out)
         return self.call_torch(flat, out)
 
-    def reference(self, *args: Any) -> Any:
+    def reference(self, *args: Any, **named: Any) -> Any:
         """The result in float64 by the workload's reference, of the same kind and on the same device as the inputs."""
-        flat = self.workload.flatten_args(args)
+        flat = self.workload.flatten_named(args, named) if named else self.workload.flatten_args(args)
         specs = self.manifest.inputs
         arguments.check_count(specs, len(flat), self.workload)
         if arguments.kind_of(specs, flat, None) == "numpy":

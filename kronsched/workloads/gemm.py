@@ -1,7 +1,7 @@
-"""Gemm: Y = X W with 4-bit weights, dequantised on the way: W[k, n] = (q[k, n] - zero[group, n]) · scale[group, n].
+"""Gemm: Y = X W with 4-bit weights, dequantised on the way, or dense Y = X Wᵀ with X and W of one dtype (gemm_dense.py).
 
-The weights come in one packed layout (kronsched/quant/layout.py), made by `kronsched.quant.pack`. Source of the problem and of
-the split-K decomposition: SplitK W4A16, arXiv 2402.00025.
+4-bit: W[k, n] = (q[k, n] - zero[group, n]) · scale[group, n]; the weights come in one packed layout (kronsched/quant/layout.py),
+made by `kronsched.quant.pack`. Source of the problem and of the split-K decomposition: SplitK W4A16, arXiv 2402.00025.
 
 Read first: `Gemm`, `w4_stages` (the TensorIR).
 """
@@ -16,26 +16,35 @@ from kronsched.dtypes import DTYPES, dtype_of
 from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError, choose
 from kronsched.quant.layout import NEUTRAL, TILE_K, TILE_N, Layout, row_groups, unpack_columns, unpack_words
 from kronsched.quant.packed_weight import MAX_ZERO, PackedWeight, check_group_size, check_zero_point
+from kronsched.workloads import gemm_dense as dense
 from kronsched.workloads.base import TensorSpec, Workload
 
 if TYPE_CHECKING:
     import torch
     import tvm
 
-A_DTYPES = ("float16", "bfloat16")
-B_DTYPES = ("int4", "uint4")
+A_DTYPES = tuple(dense.DENSE_DTYPES)
+W4_A_DTYPES = ("float16", "bfloat16")
+W4_DTYPES = ("int4", "uint4")
+_W4_FIELDS = ("group_size", "zero_point", "act_order")
 MAX_ELEMENTS = 2**31 - 1
 _REFERENCE_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
 class Gemm(Workload):
-    """Y = X W: X (m, k) float16 or bfloat16, W (k, n) 4-bit with a scale a group of rows, Y (m, n) in X's dtype; sums in float32.
+    """Y = X W: X (m, k); W 4-bit with a scale a group of rows, or dense (n, k) in X's dtype; sums in float32 (int8: int32).
 
-    m, n, k: ≥ 1, any.  a_dtype: float16 or bfloat16.  b_dtype: int4; uint4 is another name for it, as values are stored as 0 to
-    15 and the zero point says what they mean.  group_size: rows of k that share a scale, a multiple of 32, or -1 for all.
-    zero_point: "symmetric" (8), "asymmetric" (integers 0 to 16) or "float".  act_order: rows of W are sorted by group, x is
-    gathered by the kernel (without it, before the call). A call is `mod(x, pw)` with pw from `kronsched.quant.pack`.
+    m, n, k: ≥ 1, any.  a_dtype: float16 or bfloat16; dense also int8, float8_e4m3fn, float8_e5m2.  b_dtype: a_dtype (dense), or
+    int4; uint4 is another name for it, as values are stored as 0 to 15 and the zero point says what they mean.  out_dtype: of Y:
+    a_dtype, or for 8-bit inputs float16, bfloat16 or (int8) int32.
+
+    4-bit only: group_size: rows of k that share a scale, a multiple of 32, or -1 for all.  zero_point: "symmetric" (8),
+    "asymmetric" (integers 0 to 16) or "float".  act_order: rows of W are sorted by group, x is gathered by the kernel (without
+    it, before the call).
+
+    A call is `mod(x, pw)` with pw from `kronsched.quant.pack`; dense `mod(x, w)` with w as in nn.Linear; 8-bit inputs with a
+    floating output `mod(x, w, x_scale, w_scale)`: float32 scales of the rows of x (m,) and of w (n,).
     Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
     """
 
@@ -44,33 +53,55 @@ class Gemm(Workload):
     m: int = field(metadata={"help": "rows of X (tokens)"})
     n: int = field(metadata={"help": "columns of W: outputs"})
     k: int = field(metadata={"help": "columns of X: inputs"})
-    a_dtype: str = field(default="float16", metadata={"help": "dtype of X and Y: float16 or bfloat16"})
-    b_dtype: str = field(default="int4", metadata={"help": "dtype of W: int4 (or uint4, the same)"})
-    group_size: int = field(default=128, metadata={"help": "rows of W that share a scale: a multiple of 32, or -1 for all"})
-    zero_point: str = field(default="symmetric", metadata={"help": "symmetric, asymmetric (integers) or float"})
-    act_order: bool = field(default=False, metadata={"help": "rows of W are sorted by group (g_idx)"})
+    a_dtype: str = field(default="float16", metadata={"help": "dtype of X: " + ", ".join(A_DTYPES)})
+    b_dtype: str = field(default="int4", metadata={"help": "dtype of W: int4 (or uint4, the same), or that of X"})
+    group_size: int = field(
+        default=128, metadata={"help": "4-bit: rows of W that share a scale, a multiple of 32, or -1 for all"}
+    )
+    zero_point: str = field(default="symmetric", metadata={"help": "4-bit: symmetric, asymmetric (integers) or float"})
+    act_order: bool = field(default=False, metadata={"help": "4-bit: rows of W are sorted by group (g_idx)"})
+    out_dtype: str = field(default="", metadata={"help": "dtype of Y; default: that of X, 8-bit X: float16 or bfloat16"})
 
     def __post_init__(self) -> None:
         """Validate and normalise."""
         for name in ("m", "n", "k"):
             object.__setattr__(self, name, _positive(name, getattr(self, name)))
         dtype_of(self.a_dtype, "a_dtype", A_DTYPES)
-        if self.b_dtype in A_DTYPES:
-            raise UnsupportedError(f"b_dtype={self.b_dtype!r}: dense weights are not supported yet; choose one of int4, uint4")
-        if self.b_dtype not in B_DTYPES:
-            raise choose("b_dtype", self.b_dtype, B_DTYPES)
+        if not isinstance(self.out_dtype, str):
+            raise ArgumentTypeError(f"out_dtype={self.out_dtype!r} must be a dtype name")
+        if self.b_dtype in A_DTYPES or self.a_dtype not in W4_A_DTYPES:
+            object.__setattr__(self, "out_dtype", dense.check_dense(self))
+            self._check_size(max(self.m * self.k, self.m * self.n, self.n * self.k))
+            return
+        if self.b_dtype not in W4_DTYPES:
+            raise choose("b_dtype", self.b_dtype, (*W4_DTYPES, self.a_dtype))
+        if self.out_dtype not in ("", self.a_dtype):
+            raise choose("out_dtype", self.out_dtype, (self.a_dtype,))
+        object.__setattr__(self, "out_dtype", self.a_dtype)
         object.__setattr__(self, "b_dtype", "int4")
         object.__setattr__(self, "group_size", check_group_size(self.group_size))
         check_zero_point(self.zero_point)
         if not isinstance(self.act_order, bool):
             raise ArgumentTypeError(f"act_order={self.act_order!r} must be True or False")
-        largest = max(self.m * self.layout.k_packed, self.m * self.n, self.layout.n_packed * self.layout.k_packed // 8)
+        self._check_size(max(self.m * self.layout.k_packed, self.m * self.n, self.layout.n_packed * self.layout.k_packed // 8))
+
+    def _check_size(self, largest: int) -> None:
         if largest > MAX_ELEMENTS:
             raise UnsupportedError(
                 f"m={self.m}, n={self.n}, k={self.k} needs a tensor of {largest} elements; {MAX_ELEMENTS} at most are supported"
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """As `Workload.to_dict`, without the fields that mean nothing for the kind of weights."""
+        left_out = _W4_FIELDS if self.is_dense else ("out_dtype",)
+        return {name: value for name, value in super().to_dict().items() if name not in left_out}
+
     # -- shape --------------------------------------------------------------------------------------
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether W is dense (n, k) rather than packed 4-bit."""
+        return self.b_dtype == self.a_dtype
 
     @property
     def layout(self) -> Layout:
@@ -79,7 +110,12 @@ class Gemm(Workload):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The tensors x, w (packed words), s (scales), then z (zeros) unless symmetric, then perm with act-order."""
+        """The tensors x, w (packed words), s (scales), then z (zeros) unless symmetric, then perm with act-order.
+
+        Dense: x, w, with scales x_scale and w_scale.
+        """
+        if self.is_dense:
+            return dense.dense_inputs(self)
         layout = self.layout
         specs = [
             TensorSpec("x", (self.m, self.k), self.a_dtype),
@@ -95,7 +131,7 @@ class Gemm(Workload):
     @property
     def output(self) -> TensorSpec:
         """The tensor y (m, n)."""
-        return TensorSpec("y", (self.m, self.n), self.a_dtype)
+        return TensorSpec("y", (self.m, self.n), self.out_dtype)
 
     @property
     def flops(self) -> int:
@@ -105,6 +141,8 @@ class Gemm(Workload):
     @property
     def min_bytes(self) -> int:
         """x, y, half a byte a weight, and scales, zeros and order without their padding."""
+        if self.is_dense:
+            return super().min_bytes
         item = DTYPES[self.a_dtype].itemsize
         column = item + {"symmetric": 0, "asymmetric": item, "float": 4}[self.zero_point]
         rows = (self.m * (self.k + self.n)) * item
@@ -115,6 +153,8 @@ class Gemm(Workload):
         """Such as "gemm m=16 n=4096 k=4096 float16xint4 g128 symmetric"."""
         order = " act_order" if self.act_order else ""
         shape = f"m={self.m} n={self.n} k={self.k}"
+        if self.is_dense:
+            return f"gemm {shape} {self.a_dtype}" + (f"->{self.out_dtype}" if self.out_dtype != self.a_dtype else "")
         return f"gemm {shape} {self.a_dtype}x{self.b_dtype} g{self.group_size} {self.zero_point}{order}"
 
     # -- tensors ------------------------------------------------------------------------------------
@@ -123,6 +163,8 @@ class Gemm(Workload):
         """Normal x, random nibbles, scales that make y of order 1, zeros over their whole range, a random order of rows."""
         import torch
 
+        if self.is_dense:
+            return dense.dense_make_inputs(self, seed, device)
         gen = torch.Generator(device=device).manual_seed(seed)
         layout, dtype = self.layout, DTYPES[self.a_dtype].torch()
 
@@ -168,6 +210,8 @@ class Gemm(Workload):
         """Y (m, n) in float64 from x and the packed tensors, on their device, a few column tiles at a time."""
         import torch
 
+        if self.is_dense:
+            return dense.dense_reference(self, *inputs)
         x = self._packed_rows(*inputs)
         step = max(1, _REFERENCE_ELEMENTS // (TILE_N * self.layout.k_packed))
         tiles = range(0, self.layout.words[0], step)
@@ -177,11 +221,13 @@ class Gemm(Workload):
         """(name, callable) of what a user would run without kronsched: torch's matmul on weights dequantised beforehand."""
         import torch
 
+        if self.is_dense:
+            return dense.dense_baseline(self, *inputs)
         x = self._packed_rows(*inputs).to(inputs[0].dtype)
         step = max(1, _REFERENCE_ELEMENTS // (TILE_N * self.layout.k_packed))
         tiles = range(0, self.layout.words[0], step)
-        dense = torch.cat([self._dequantised(inputs, i, i + step).to(x.dtype) for i in tiles], dim=1)[:, : self.n].contiguous()
-        return f"torch matmul {self.a_dtype}", lambda: x @ dense
+        weights = torch.cat([self._dequantised(inputs, i, i + step).to(x.dtype) for i in tiles], dim=1)[:, : self.n].contiguous()
+        return f"torch matmul {self.a_dtype}", lambda: x @ weights
 
     def _packed_rows(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Columns of x in float64 in the order of the packed rows, zeros for padding: (m, k_packed)."""
@@ -207,6 +253,8 @@ class Gemm(Workload):
         import tvm
         from tvm import te
 
+        if self.is_dense:
+            return dense.dense_program(self)
         placeholders, stages = w4_stages(self)
         func = te.create_prim_func([*placeholders, stages[-1]]).with_attr("global_symbol", "main")
         return tvm.IRModule({"main": func})

@@ -9,7 +9,7 @@ from tests.emulator.instructions import INT_TYPES, SIZES, Ctx, handles
 _SPACES = {
     "shared": "shared",
     "shared::cta": "shared",
-    "shared::cluster": "shared",  # a cluster of one block
+    "shared::cluster": "shared",
     "global": "global",
     "const": "constant",
 }
@@ -162,6 +162,8 @@ def _bulk(c: Ctx) -> str:
         return "emu::bulk_commit();"
     if c.has("wait_group"):
         return f"emu::bulk_wait((unsigned)({c.bits(c.ops[0])}));"
+    if c.has("tensor"):
+        return _tensor(c)
     spaces = [p for p in c.parts if p in ("global", "shared::cta", "shared::cluster", "shared")]
     addresses = f"{c.address(c.ops[0])}, {c.address(c.ops[1])}, (uint64_t)({c.bits(c.ops[2])})" if len(c.ops) > 2 else ""
     rest = [p for p in c.parts[3:] if p not in spaces]
@@ -170,6 +172,34 @@ def _bulk(c: Ctx) -> str:
     if len(spaces) == 2 and spaces[0] == "global" and rest == ["bulk_group"] and len(c.ops) == 3:
         return f"emu::bulk_store({addresses}, {c.what});"
     raise c.refuse()
+
+
+def _tensor(c: Ctx) -> str:
+    """cp.async.bulk.tensor.Nd: operands are [dst], [map, {coordinates}], [mbarrier], or [map, {coordinates}], [src]."""
+    opcode = c.instruction.opcode.removeprefix("cp.async.bulk.tensor.")
+    load = re.fullmatch(
+        r"([1-5])d\.shared::(?:cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes(\.multicast::cluster)?", opcode
+    )
+    store = re.fullmatch(r"([1-5])d\.global\.shared::cta(?:\.tile)?\.bulk_group", opcode)
+    match = load or store
+    at = re.fullmatch(r"\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]", c.ops[1 if load else 0]) if match else None
+    if match is None or at is None or len(c.ops) != (2 if store else 4 if match[2] else 3):
+        raise c.refuse()
+    indices = [c.read(text.strip(), "s32") for text in at[2].split(",")]
+    if len(indices) != int(match[1]):
+        raise c.refuse("has another number of coordinates than dimensions")
+    where = f"(uint64_t)({c.bits(at[1])}), at, {len(indices)}"
+    head = f"int at[] = {{{', '.join(indices)}}};"
+    if load:
+        blocks = c.bits(c.ops[3]) if load[2] else "0"
+        return f"{head} emu::tensor_load({c.address(c.ops[0])}, {where}, {c.address(c.ops[2])}, {blocks}, {c.what});"
+    return f"{head} emu::tensor_store({where}, {c.address(c.ops[1])}, {c.what});"
+
+
+@handles("mapa")
+def _mapa(c: Ctx) -> str:
+    c.only("shared::cluster", "u32")
+    return c.write(c.ops[0], "u32", f"emu::map_shared((uint32_t)({c.bits(c.ops[1])}), (unsigned)({c.bits(c.ops[2])}))")
 
 
 @handles("mbarrier")

@@ -6,6 +6,7 @@ Read first: `run_lowered` and `run_schedule`.
 from __future__ import annotations
 
 import ctypes
+import struct
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,15 @@ from tests.emulator.errors import EmulatorError
 if TYPE_CHECKING:
     from kronsched.hardware import Device
     from kronsched.runtime.manifest import LaunchSpec
+    from kronsched.runtime.tensor_map import TensorMap
     from kronsched.schedules.base import Schedule
     from kronsched.space import Config
     from kronsched.workloads.base import Workload
 
 ORDERS = ("forward", "reverse", "random")
 POISON = 0xFF
+_MAP_MAGIC = 0x544D4150
+_kept_maps: list[Any] = []
 
 
 class _Launch(ctypes.Structure):
@@ -39,6 +43,7 @@ class _Launch(ctypes.Structure):
         ("dynamic_bytes", ctypes.c_uint),
         ("order", ctypes.c_uint),
         ("seed", ctypes.c_uint),
+        ("cluster", ctypes.c_uint),
         ("max_blocks", ctypes.c_uint64),
     )
 
@@ -78,7 +83,9 @@ def run_lowered(
 
 
 def _check_sizes(launch: LaunchSpec, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    for name, shape, dtype in zip(launch.args, launch.shapes, launch.dtypes, strict=True):
+    names = {m.name: m.tensor for m in launch.maps}
+    for arg, shape, dtype in zip(launch.args, launch.shapes, launch.dtypes, strict=True):
+        name = names.get(arg, arg)
         if name not in tensors:
             raise EmulatorError(f"launch {launch.symbol} needs a tensor {name!r}")
         array = tensors[name]
@@ -94,7 +101,8 @@ def _itemsize(dtype: str) -> int:
 def _launch(library: ctypes.CDLL, launch: LaunchSpec, pointers: Mapping[str, int], order: str, max_blocks: int | None) -> None:
     run = getattr(library, f"emu_run_{launch.symbol}")
     run.restype = ctypes.c_char_p
-    args = (ctypes.c_void_p * len(launch.args))(*(pointers[a] for a in launch.args))
+    maps = {m.name: _encoded(m, pointers[m.tensor]) for m in launch.maps}
+    args = (ctypes.c_void_p * len(launch.args))(*(maps[a] if a in maps else pointers[a] for a in launch.args))
     triple = ctypes.c_uint * 3
     seed = zlib.crc32(launch.symbol.encode())
     how = _Launch(
@@ -103,11 +111,29 @@ def _launch(library: ctypes.CDLL, launch: LaunchSpec, pointers: Mapping[str, int
         launch.shared_bytes,
         ORDERS.index(order),
         seed,
+        launch.cluster,
         0 if max_blocks is None else max_blocks,
     )
     error = run(args, len(launch.args), ctypes.byref(how))
     if error:
         raise EmulatorError(f"{launch.symbol}: {error.decode(errors='replace')}")
+
+
+def _encoded(spec: TensorMap, address: int) -> int:
+    """The address of a tensor map as runtime/tensor.cpp reads it: 128-byte aligned, kept alive by `_kept_maps`."""
+    rank = len(spec.extents)
+
+    def padded(values: tuple[int, ...], n: int) -> tuple[int, ...]:
+        return values + (0,) * (n - len(values))
+
+    fields = (address, rank, _itemsize(spec.dtype), spec.swizzle, _MAP_MAGIC, *padded(spec.extents, 5), *padded(spec.box, 5))
+    content = struct.pack("=Q4I5I5I4Q", *fields, *padded(spec.strides, 4))
+    memory = ctypes.create_string_buffer(256)
+    aligned = -(-ctypes.addressof(memory) // 128) * 128
+    ctypes.memmove(aligned, content, len(content))
+    _kept_maps.append(memory)
+    del _kept_maps[:-64]
+    return aligned
 
 
 def run_schedule(

@@ -208,7 +208,7 @@ def test_wgmma_of_swizzled_operands(waits: bool) -> None:
         "wgmma.mma_async.sync.aligned.m64n8k8.f32.f16.f16 {%0}, {%0}, %0, 1, 1, 1;",
         "ld.global.v4.b32.unheard [%0];",
         "cvt.rz.f16x2.f32 %0, %0, %0;",
-        "barrier.cluster.arrive.aligned;",
+        "barrier.cluster.arrive.unheard;",
         "mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16 {%0}, {%0}, {%0}, {%0};",
     ],
 )

@@ -12,6 +12,9 @@ _MMA_DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "f64": (4, 8, 16
 
 @handles("bar", "barrier")
 def _barrier(c: Ctx) -> str:
+    if c.has("cluster"):
+        c.only("cluster", "arrive", "wait", "aligned", "release", "acquire", "relaxed")
+        return "emu::cluster_arrive();" if c.has("arrive") else f"emu::cluster_wait({c.what});"
     c.only("sync", "arrive", "warp", "cta", "aligned")
     count = c.bits(c.ops[1]) if len(c.ops) > 1 else "0"
     if c.has("warp"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kronsched import KronMatmul
+from kronsched import Gemm, KronMatmul, export, registry
 from kronsched.dtypes import DTYPES
 from kronsched.errors import ArgumentTypeError, RecordError, UnsupportedError
 from kronsched.runtime import cuda
@@ -39,6 +39,7 @@ class NotingDriver:
         self.contexts: list[str] = []
         self.n_args: dict[str, int] = {}
         self.fail: int = 0
+        self.encoded: list[tuple[Any, ...]] = []
 
     def cuDeviceGet(self, index: int) -> tuple[int, str]:
         return 0, f"device {index}"
@@ -68,19 +69,36 @@ class NotingDriver:
     class CUlaunchConfig(SimpleNamespace):
         pass
 
-    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="overlap")
+    CUlaunchAttributeID = SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="overlap", CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster"
+    )
 
     @staticmethod
     def CUlaunchAttribute() -> SimpleNamespace:
-        return SimpleNamespace(id=None, value=SimpleNamespace())
+        return SimpleNamespace(id=None, value=SimpleNamespace(clusterDim=SimpleNamespace()))
 
     def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[int]:
-        (attribute,) = config.attrs
-        assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed) == ("overlap", 1)
+        how = []
+        for attribute in config.attrs:
+            if attribute.id == "overlap":
+                assert attribute.value.programmaticStreamSerializationAllowed == 1
+            else:
+                assert vars(attribute.value.clusterDim) == {"x": 2, "y": 1, "z": 1}
+            how.append(attribute.id)
+        assert config.numAttrs == len(how)
         grid, block = ([getattr(config, f"{what}Dim{axis}") for axis in "XYZ"] for what in ("grid", "block"))
         result = self.cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, params, extra)
-        self.launches[-1] = (*self.launches[-1], "overlap")
+        self.launches[-1] = (*self.launches[-1], *how)
         return result
+
+    CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_FLOAT16="float16")
+    cuuint64_t = cuuint32_t = CUtensorMapInterleave = CUtensorMapSwizzle = staticmethod(int)
+    CUtensorMapL2promotion = CUtensorMapFloatOOBfill = staticmethod(int)
+
+    def cuTensorMapEncodeTiled(self, dtype: str, rank: int, address: int, *rest: Any) -> tuple[int, Any]:
+        self.encoded.append((dtype, address, *rest))
+        content = ctypes.create_string_buffer(address.to_bytes(8, "little") * 16, 128)
+        return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(content), keep=content)
 
     def cuLaunchKernel(self, function: str, *rest: Any) -> tuple[int]:
         *geometry, stream, params, extra = rest
@@ -137,6 +155,20 @@ def test_an_overlapping_launch_says_so_to_the_driver(driver: NotingDriver, tmp_p
     assert geometry == [16 * 6 * 7 // 32, 1, 1, 32, 1, 1, 0]
 
 
+def test_a_launch_in_clusters_says_so_to_the_driver(driver: NotingDriver, tmp_path: Path) -> None:
+    w = Gemm(256, 64, 128, "float16", "float16")
+    schedule = registry.schedule("gemm_dense_wgmma")
+    config = {**schedule.default_config(w, H200), "block_m": 64, "warpgroups": 1, "group": 1, "cluster": 2, "split_k": 1}
+    build_artefact(w, schedule, config, H200, tmp_path / "a")
+    (launch,) = Manifest.load(tmp_path / "a").launches
+    assert launch.cluster == 2
+    assert launch.grid[0] % 2 == 0
+    driver.n_args = {launch.symbol: 3}
+    load_executable(tmp_path / "a")(w.make_inputs(0), torch.empty(w.output.shape))
+    assert driver.launches[0][1][:3] == list(launch.grid)
+    assert driver.launches[0][4:] == ("overlap", "cluster")
+
+
 def test_large_shared_memory_is_asked_for(driver: NotingDriver, tmp_path: Path) -> None:
     w = KronMatmul(m=2, factors=[(16384, 32)])
     build_artefact(w, OneKernel(), {"threads": 32, "stage": True}, H200, tmp_path / "a")
@@ -145,6 +177,30 @@ def test_large_shared_memory_is_asked_for(driver: NotingDriver, tmp_path: Path) 
     driver.n_args = {"main_kernel": 3}
     executable(w.make_inputs(0), torch.empty(w.output.shape))
     assert driver.launches[0][1][-1] == 65536
+
+
+def test_tensor_maps_are_encoded_once_an_address_and_passed_by_value(driver: NotingDriver, tmp_path: Path) -> None:
+    w = Gemm(70, 64, 128, "float16", "float16")
+    schedule = registry.schedule("gemm_dense_wgmma")
+    build_artefact(w, schedule, {**schedule.default_config(w, H200), "split_k": 1}, H200, tmp_path / "a")
+    manifest = Manifest.load(tmp_path / "a")
+    (launch,) = manifest.launches
+    assert launch.args == ("w_map", "x_map", "y_map")
+    mod = TunedModule.from_artefact(tmp_path / "a")
+    export(mod, tmp_path / "out")
+    assert Manifest.load(tmp_path / "out").launches == manifest.launches
+    driver.n_args = {launch.symbol: 3}
+    executable = load_executable(tmp_path / "out")
+    x, weight = w.make_inputs(0)
+    for y in (torch.empty(w.output.shape), torch.empty(w.output.shape)):
+        for _ in range(2):
+            executable([x, weight], y)
+            assert driver.launches[-1][3] == [weight.data_ptr(), x.data_ptr(), y.data_ptr()]  # the maps begin with the address
+    assert len(driver.encoded) == 4  # x, w, and each y
+    dtype, _, extents, strides, box, steps, *rest = next(e for e in driver.encoded if e[1] == x.data_ptr())
+    assert (dtype, extents, strides) == ("float16", [128, 70], [256])
+    assert box == [64, dict(manifest.config)["block_m"]]
+    assert (steps, rest) == ([1, 1], [0, 3, 2, 0])
 
 
 def test_a_refused_launch_is_an_error_and_restores_the_context(driver: NotingDriver, tmp_path: Path) -> None:

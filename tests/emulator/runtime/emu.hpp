@@ -86,6 +86,10 @@ unsigned thread();  // linear thread index in the block
 inline unsigned lane() { return thread() % 32; }
 uint32_t live_lanes();  // lanes of this warp that have not exited
 void barrier(unsigned id, unsigned count, bool wait, const char* what);  // count 0: every live thread of the block
+unsigned cluster_rank();  // of the running block
+unsigned cluster_size();
+void cluster_arrive();
+void cluster_wait(const char* what);
 void poll(const char* what);  // let the others run, then return
 
 // The lanes of `mask` meet here; the last one calls compute with every lane's `mine` (null where a lane takes no part).
@@ -123,6 +127,7 @@ void* static_shared(size_t bytes, size_t align);  // a new range; called once fo
 uint32_t to_shared(const void* p);                // generic pointer -> shared address
 void* from_shared(uint32_t address);
 bool is_shared(const void* p);
+uint32_t map_shared(uint32_t address, unsigned rank);  // mapa: the address in another block of the cluster
 void* shared(uint64_t address, size_t bytes, const char* what);  // bounds- and alignment-checked host pointers
 void* global(uint64_t address, size_t bytes, const char* what);
 void* generic(uint64_t address, size_t bytes, const char* what);
@@ -137,6 +142,8 @@ void bulk_load(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t bar, const c
 void bulk_store(uint64_t dst, uint64_t src, uint64_t bytes, const char* what);
 void bulk_commit();
 void bulk_wait(unsigned groups);
+void tensor_load(uint64_t dst, uint64_t map, const int* at, unsigned rank, uint64_t bar, uint32_t blocks, const char* what);  // tensor.cpp
+void tensor_store(uint64_t map, const int* at, unsigned rank, uint64_t src, const char* what);
 void mbar_init(uint64_t bar, uint32_t count);
 void mbar_expect(uint64_t bar, uint32_t bytes);
 uint64_t mbar_arrive(uint64_t bar, uint32_t count, const char* what);
@@ -144,14 +151,19 @@ void mbar_complete(uint64_t bar, uint32_t bytes);
 bool mbar_test(uint64_t bar, uint64_t state, bool parity, bool block, const char* what);
 
 // Kernel launch: what run.py calls through ctypes. Returns null, or the error as one line.
-struct Launch { dim3 grid, block; unsigned dynamic_bytes, order, seed; uint64_t max_blocks; };
+struct Launch { dim3 grid, block; unsigned dynamic_bytes, order, seed, cluster; uint64_t max_blocks; };
 const char* launch(const Launch& l, void (*body)(void*), void* argument);
 
+template <class A>
+A argument(void* p) {  // pointers as they are, anything else (a tensor map) by value from where p points
+  if constexpr (std::is_pointer_v<A>) return (A)p;
+  else return *(const A*)p;
+}
 template <class... A, size_t... I>
-void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) { kernel((A)args[I]...); }
+void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) { kernel(argument<A>(args[I])...); }
 template <class... A>
 const char* run(void (*kernel)(A...), void** args, unsigned n, const Launch& l) {
-  static_assert((std::is_pointer_v<A> && ...), "kernel parameters must be pointers");
+  static_assert(((std::is_pointer_v<A> || sizeof(A) == 128) && ...), "kernel parameters must be pointers or tensor maps");
   if (n != sizeof...(A)) return "the kernel has another number of parameters than its launch";
   struct Bound { void (*kernel)(A...); void** args; } bound{kernel, args};
   return launch(l, [](void* p) { auto* b = (Bound*)p; call(b->kernel, b->args, std::index_sequence_for<A...>{}); }, &bound);

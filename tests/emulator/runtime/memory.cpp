@@ -15,25 +15,35 @@ constexpr size_t kPage = 4096, kStaticBytes = 16 << 10, kDynamicAt = kPage + kSt
 constexpr size_t kArena = 256 << 10;  // what the 14 bits of a wgmma descriptor's address reach
 constexpr size_t kGuard = 64 << 20;  // unmapped on each side of an array: a wild index must not land in another one
 constexpr unsigned char kPoison = 0xFF;
+constexpr unsigned kRankBit = 24;
 
 struct Array { std::string name; char *map, *base; size_t map_bytes, bytes; };
 std::vector<Array> arrays;
-char* arena = nullptr;
-size_t static_used = 0, dynamic_used = 0;
+char* arenas[kMostBlocks];      // of the blocks of a cluster
+char* arena = nullptr;          // of the running block
+unsigned rank = 0, blocks = 1;  // of the running block, in the cluster
+size_t static_used = 0, dynamic_used = 0, sized[kMostBlocks];
 
 struct Mbarrier { uint32_t expected, pending; int64_t bytes; uint64_t phase; std::vector<Copy> copies; };
-std::map<uint32_t, Mbarrier> mbarriers;
+std::map<uint32_t, Mbarrier> mbarriers[kMostBlocks];
 
 size_t up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 char* shared_arena() {
-  if (!arena) {
-    arena = (char*)mmap(nullptr, kArena + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (!arenas[rank]) {
+    arena = arenas[rank] = (char*)mmap(nullptr, kArena + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     mprotect(arena, kPage, PROT_NONE);
     mprotect(arena + kArena, kPage, PROT_NONE);
   }
-  return arena;
+  return arena = arenas[rank];
 }
+
+unsigned owner(uint64_t address) {  // addresses from mapa hold the rank of a block of the cluster above bit 24
+  unsigned of = address >> kRankBit ? (unsigned)(address >> kRankBit) - 1 : rank;
+  if (of >= blocks) fail("shared address 0x%lx is of block %u of a cluster of %u", (long)address, of, blocks);
+  return of;
+}
+uint64_t within(uint64_t address) { return address & ((1ull << kRankBit) - 1); }
 
 void poison(void* p, size_t n) { std::memset(p, kPoison, n); }
 
@@ -56,8 +66,9 @@ void check_align(uint64_t address, size_t bytes, const char* what) {
 
 Mbarrier& find(uint64_t address) {
   shared(address, 8, "mbarrier");
-  auto found = mbarriers.find((uint32_t)address);
-  if (found == mbarriers.end()) fail("mbarrier at shared address 0x%lx was not initialised", (long)address);
+  auto& all = mbarriers[owner(address)];
+  auto found = all.find((uint32_t)within(address));
+  if (found == all.end()) fail("mbarrier at shared address 0x%lx was not initialised", (long)address);
   return found->second;
 }
 
@@ -71,18 +82,29 @@ void advance(Mbarrier& m) {
 
 // -- the block's shared memory ------------------------------------------------------------------------
 
+void enter_block(unsigned number, unsigned of) {
+  rank = number, blocks = of;
+  arena = arenas[rank];
+}
+
+uint32_t map_shared(uint32_t address, unsigned of) {
+  uint32_t mapped = (uint32_t)within(address) | (of + 1) << kRankBit;
+  owner(mapped);
+  return mapped;
+}
+
 void begin_block(unsigned dynamic_bytes) {
   char* a = shared_arena();
   if (dynamic_bytes > kArena - kDynamicAt) fail("%u bytes of dynamic shared memory", dynamic_bytes);
-  if (dynamic_bytes != dynamic_used) {
+  if (dynamic_bytes != sized[rank]) {
     mprotect(a + kDynamicAt, kArena - kDynamicAt, PROT_READ | PROT_WRITE);
     size_t end = up(kDynamicAt + dynamic_bytes, kPage);
     if (end < kArena) mprotect(a + end, kArena - end, PROT_NONE);
   }
-  dynamic_used = dynamic_bytes;
+  dynamic_used = sized[rank] = dynamic_bytes;
   poison(a + kPage, kStaticBytes);
   poison(a + kDynamicAt, up(kDynamicAt + dynamic_bytes, kPage) - kDynamicAt);
-  mbarriers.clear();
+  mbarriers[rank].clear();
 }
 
 void end_block() {
@@ -99,6 +121,7 @@ void end_block() {
 void* dynamic_shared() { return shared_arena() + kDynamicAt; }
 
 void* static_shared(size_t bytes, size_t align) {
+  if (blocks > 1) fail("static shared memory in a cluster is not known to the emulator");
   size_t at = up(static_used, align < 16 ? 16 : align);
   if (at + bytes > kStaticBytes) fail("static shared memory exceeds %zu bytes", kStaticBytes);
   static_used = at + bytes;
@@ -112,16 +135,18 @@ uint32_t to_shared(const void* p) {
   return (uint32_t)((const char*)p - arena);
 }
 
-void* from_shared(uint32_t address) { return shared_arena() + address; }
+void* from_shared(uint32_t address) { return arenas[owner(address)] + within(address); }
 
 void* shared(uint64_t address, size_t bytes, const char* what) {
+  char* base = arenas[owner(address)];
+  address = within(address);
   check_align(address, bytes, what);
   bool ok = (address >= kPage && address + bytes <= kPage + static_used) ||
             (address >= kDynamicAt && address + bytes <= kDynamicAt + dynamic_used);
   if (!ok)
     fail("out-of-bounds access: %s of %zu bytes at byte %ld of %zu bytes of dynamic shared memory", what, bytes,
          (long)address - (long)kDynamicAt, dynamic_used);
-  return arena + address;
+  return base + address;
 }
 
 // -- global memory ------------------------------------------------------------------------------------
@@ -214,12 +239,16 @@ void cp_async_mbarrier(uint64_t bar, bool counted, const char* what) {
 
 void bulk_load(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t bar, const char* what) {
   if (!bytes || bytes % 16) fail("%s: %lu bytes, no positive multiple of 16", what, (unsigned long)bytes);
-  Mbarrier& m = find(bar);
   char* d = (char*)shared(dst, 16, what);
   shared(dst + bytes - 16, 16, what), check_align(src, 16, what), in_array(src, bytes, what);
-  poison(d, bytes);
-  m.copies.push_back({d, (char*)src, (unsigned)bytes, (unsigned)bytes});
-  m.bytes -= (int64_t)bytes;  // lands when somebody waits, which balances expect_tx
+  expect_copies(bar, {{d, (char*)src, (unsigned)bytes, (unsigned)bytes}}, bytes);
+}
+
+void expect_copies(uint64_t bar, std::vector<Copy> copies, uint64_t bytes) {
+  Mbarrier& m = find(bar);
+  for (const Copy& c : copies) poison(c.dst, c.bytes);
+  m.copies.insert(m.copies.end(), copies.begin(), copies.end());
+  m.bytes -= (int64_t)bytes;  // they land when somebody waits, which balances expect_tx
 }
 
 void bulk_store(uint64_t dst, uint64_t src, uint64_t bytes, const char* what) {
@@ -239,7 +268,7 @@ void bulk_wait(unsigned groups) { land(self().bulk_groups, groups); }
 void mbar_init(uint64_t bar, uint32_t count) {
   shared(bar, 8, "mbarrier.init");
   if (!count) fail("mbarrier.init: count 0");
-  mbarriers[(uint32_t)bar] = {count, count, 0, 0, {}};
+  mbarriers[owner(bar)][(uint32_t)within(bar)] = {count, count, 0, 0, {}};
 }
 
 void mbar_expect(uint64_t bar, uint32_t bytes) { find(bar).bytes += bytes; }

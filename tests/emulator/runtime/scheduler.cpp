@@ -1,4 +1,4 @@
-// Threads of a block as fibers on one OS thread; blocks run one after another.
+// Threads of a block as fibers on one OS thread; blocks run one after another, those of a cluster together.
 //
 // A fiber runs until it blocks. The scheduler takes one warp as far as it gets (its lanes in the wanted order), then the next:
 // forward starts with warp 0, reverse with the last, random draws. So a kernel that lacks a barrier reads shared memory that is
@@ -30,8 +30,10 @@ std::vector<Fiber> fibers;
 std::vector<std::vector<Meeting>> meetings;  // by warp
 struct Group { unsigned arrived = 0; const char* what = nullptr; void* mine[128]; };
 std::vector<Group> groups;  // by warpgroup
-Barrier barriers[16];
-unsigned current, live;
+struct Block { Barrier barriers[16]; unsigned live; };
+std::vector<Block> blocks;      // of the cluster that runs
+unsigned current, size_of_block, cluster = 1, first_block;  // current: block in the cluster * size_of_block + thread
+unsigned cluster_arrived, cluster_phase;
 bool in_kernel = false;
 void* main_sp;
 void (*body)(void*);
@@ -69,7 +71,14 @@ emu_switch:
 #endif
 
 void yield() { emu_switch(&fibers[current].sp, main_sp); }
-void release_if_complete(unsigned id);
+void release_if_complete(Block& block, unsigned id);
+void finish_cluster_barrier();
+Block& own() { return blocks[current / size_of_block]; }
+unsigned live() {
+  unsigned n = 0;
+  for (auto& b : blocks) n += b.live;
+  return n;
+}
 void finish_if_complete(unsigned warp, size_t i);
 
 void entry() {
@@ -77,8 +86,9 @@ void entry() {
   Fiber& f = self();
   if (f.wgmma_open || f.wgmma_groups) fail("exited with wgmma products that were not waited for");
   f.state = Fiber::done;
-  --live;
-  for (unsigned id = 0; id < 16; ++id) release_if_complete(id);
+  --own().live;
+  for (unsigned id = 0; id < 16; ++id) release_if_complete(own(), id);
+  finish_cluster_barrier();
   auto& open = meetings[current / 32];
   for (size_t i = open.size(); i-- > 0;) finish_if_complete(current / 32, i);
   yield();
@@ -87,7 +97,10 @@ void entry() {
 
 void resume(unsigned t) {
   current = t;
-  threadIdx = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+  unsigned rank = t / size_of_block, thread = t % size_of_block;
+  threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / (blockDim.x * blockDim.y)};
+  blockIdx.x = first_block + rank;
+  enter_block(rank, cluster);
   emu_switch(&main_sp, fibers[t].sp);
 }
 
@@ -99,7 +112,7 @@ void start(Fiber& f) {
   f.sp = top;
   f.state = Fiber::ready;
   f.groups.clear(), f.open.clear(), f.bulk_groups.clear(), f.bulk_open.clear();
-  f.wgmma_open = f.wgmma_groups = 0;
+  f.wgmma_open = f.wgmma_groups = f.cluster_phase = 0;
 }
 
 uint32_t lanes_of(unsigned warp) {
@@ -109,12 +122,20 @@ uint32_t lanes_of(unsigned warp) {
   return mask;
 }
 
-void release_if_complete(unsigned id) {
-  Barrier& b = barriers[id];
-  if (!b.arrived || b.arrived < (b.all ? live : b.expected)) return;
-  if (b.arrived > (b.all ? live : b.expected)) fail("barrier %u: more threads arrived than its count %u", id, b.expected);
+void release_if_complete(Block& block, unsigned id) {
+  Barrier& b = block.barriers[id];
+  if (!b.arrived || b.arrived < (b.all ? block.live : b.expected)) return;
+  if (b.arrived > (b.all ? block.live : b.expected)) fail("barrier %u: more threads arrived than its count %u", id, b.expected);
   for (unsigned t : b.waiting) fibers[t].state = Fiber::ready;
   b = Barrier{};
+}
+
+void finish_cluster_barrier() {
+  if (!cluster_arrived || cluster_arrived < live()) return;
+  cluster_arrived = 0;
+  ++cluster_phase;
+  for (auto& f : fibers)
+    if (f.state == Fiber::waiting && !std::strncmp(f.where, "barrier.cluster", 15)) f.state = Fiber::ready;
 }
 
 void finish_if_complete(unsigned warp, size_t i) {
@@ -137,7 +158,7 @@ void finish_if_complete(unsigned warp, size_t i) {
     last = fibers[t].where;
     text += (shown++ ? ", thread " : " thread ") + std::to_string(t) + " waits at " + last;
   }
-  unsigned done = (unsigned)fibers.size() - live;
+  unsigned done = (unsigned)fibers.size() - live();
   if (done) text += "; " + std::to_string(done) + " threads have exited";
   fail("%s", text.c_str());
 }
@@ -164,17 +185,18 @@ bool run_warp(unsigned warp, unsigned order, std::vector<unsigned>& lanes) {
   return any;
 }
 
-void run_block(const Launch& l) {
-  unsigned n = blockDim.x * blockDim.y * blockDim.z, polls = 0;
-  live = n;
-  for (auto& b : barriers) b = Barrier{};
+void run_cluster(const Launch& l) {
+  unsigned n = (unsigned)fibers.size(), polls = 0;
+  blocks.assign(cluster, Block{});
+  for (auto& b : blocks) b.live = size_of_block;
+  cluster_arrived = cluster_phase = 0;
   meetings.assign((n + 31) / 32, {});
   groups.assign((n + 127) / 128, {});
-  begin_block(l.dynamic_bytes);
+  for (unsigned r = 0; r < cluster; ++r) enter_block(r, cluster), begin_block(l.dynamic_bytes);
   for (auto& f : fibers) start(f);
   std::vector<unsigned> warps, lanes;
   in_kernel = true;
-  while (live) {
+  while (live()) {
     bool progress = false;
     order_of(warps, (n + 31) / 32, l.order);
     for (unsigned w : warps) progress |= run_warp(w, l.order, lanes);
@@ -187,7 +209,7 @@ void run_block(const Launch& l) {
     if (polls > kPollLimit) deadlock();
   }
   in_kernel = false;
-  end_block();
+  for (unsigned r = 0; r < cluster; ++r) enter_block(r, cluster), end_block();
 }
 
 void on_signal(int number, siginfo_t* info, void*) {
@@ -225,13 +247,15 @@ struct Signals {  // our handler for the time of a launch
 }  // namespace
 
 Fiber& self() { return fibers[current]; }
-unsigned thread() { return current; }
+unsigned thread() { return current % size_of_block; }
+unsigned cluster_rank() { return current / size_of_block; }
+unsigned cluster_size() { return cluster; }
 uint32_t live_lanes() { return lanes_of(current / 32); }
 
 std::string thread_name() {
   if (!in_kernel) return "";
   char text[100];
-  std::snprintf(text, sizeof text, "thread %u of block (%u,%u,%u): ", current, blockIdx.x, blockIdx.y, blockIdx.z);
+  std::snprintf(text, sizeof text, "thread %u of block (%u,%u,%u): ", thread(), blockIdx.x, blockIdx.y, blockIdx.z);
   return text;
 }
 
@@ -248,17 +272,32 @@ void fail(const char* format, ...) {
 void barrier(unsigned id, unsigned count, bool wait, const char* what) {
   if (id > 15) fail("%s: barrier %u is not in 0..15", what, id);
   if (count % 32) fail("%s: count %u is no multiple of 32", what, count);
-  Barrier& b = barriers[id];
+  Barrier& b = own().barriers[id];
   if (b.arrived && (b.all != !count || b.expected != count)) fail("%s: threads meet at barrier %u with different counts", what, id);
   b.all = !count, b.expected = count;
   ++b.arrived;
   Fiber& f = self();
   if (wait) b.waiting.push_back(current), f.state = Fiber::waiting, f.where = what;
-  release_if_complete(id);
+  release_if_complete(own(), id);
   if (wait) {
     yield();  // also when complete: whoever arrived last need not be the first to go on
     f.where = "";
   }
+}
+
+void cluster_arrive() {
+  self().cluster_phase = cluster_phase;
+  ++cluster_arrived;
+  finish_cluster_barrier();
+}
+
+void cluster_wait(const char* what) {
+  Fiber& f = self();
+  while (f.cluster_phase == cluster_phase) {
+    f.state = Fiber::waiting, f.where = what;
+    yield();
+  }
+  f.where = "";
 }
 
 void poll(const char* what) {
@@ -313,8 +352,12 @@ const char* error_text(const std::string& text) {
 }
 
 const char* launch(const Launch& l, void (*kernel)(void*), void* argument) {
-  unsigned n = l.block.x * l.block.y * l.block.z;
-  if (!n || n > 1024) return error_text("a block has 1 to 1024 threads, not " + std::to_string(n));
+  size_of_block = l.block.x * l.block.y * l.block.z, cluster = l.cluster;
+  if (!size_of_block || size_of_block > 1024)
+    return error_text("a block has 1 to 1024 threads, not " + std::to_string(size_of_block));
+  if (!cluster || cluster > kMostBlocks || l.grid.x % cluster || (cluster > 1 && size_of_block % 128))
+    return error_text("clusters of " + std::to_string(cluster) + " blocks of these are not known to the emulator");
+  const unsigned n = size_of_block * cluster;
   body = kernel, body_argument = argument;
   blockDim = l.block, gridDim = l.grid;
   rng.seed(l.seed);
@@ -330,14 +373,17 @@ const char* launch(const Launch& l, void (*kernel)(void*), void* argument) {
   signals = new Signals;
   message.clear();
   if (!sigsetjmp(escape, 1)) {
-    uint64_t blocks = (uint64_t)l.grid.x * l.grid.y * l.grid.z;
-    std::vector<uint64_t> order(blocks);
-    for (uint64_t i = 0; i < blocks; ++i) order[i] = l.order == 1 ? blocks - 1 - i : i;
+    uint64_t clusters = (uint64_t)l.grid.x * l.grid.y * l.grid.z / cluster;
+    std::vector<uint64_t> order(clusters);
+    for (uint64_t i = 0; i < clusters; ++i) order[i] = l.order == 1 ? clusters - 1 - i : i;
     if (l.order == 2) std::shuffle(order.begin(), order.end(), rng);
-    if (l.max_blocks && l.max_blocks < blocks) order.resize(l.max_blocks);
-    for (uint64_t i : order) {
+    uint64_t most = (l.max_blocks + cluster - 1) / cluster;
+    if (most && most < clusters) order.resize(most);
+    for (uint64_t c : order) {
+      uint64_t i = c * cluster;
+      first_block = (unsigned)(i % l.grid.x);
       blockIdx = {(unsigned)(i % l.grid.x), (unsigned)(i / l.grid.x % l.grid.y), (unsigned)(i / l.grid.x / l.grid.y)};
-      run_block(l);
+      run_cluster(l);
     }
     check_guards();
   }

@@ -1,0 +1,144 @@
+"""Dense Gemm: Y = X Wᵀ with X and W of one dtype: what `Gemm` does when b_dtype is a_dtype.
+
+    float16, bfloat16   y = round(Σk x[i,k] w[j,k])                                in X's dtype
+    int8                y = Σk x[i,k] w[j,k]                                       int32, exact
+                        y = round((Σk x[i,k] w[j,k]) · x_scale[i] · w_scale[j])    float16 or bfloat16
+    float8              the same, sums in float32
+
+Read first: `DENSE_DTYPES`, `dense_reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kronsched.dtypes import DTYPES
+from kronsched.errors import ArgumentError, UnsupportedError, choose
+from kronsched.workloads.base import TensorSpec
+from kronsched.workloads.float8 import FLOAT8, widened
+
+if TYPE_CHECKING:
+    import torch
+    import tvm
+
+    from kronsched.workloads.gemm import Gemm
+
+DENSE_DTYPES: dict[str, tuple[str, ...]] = {
+    "float16": ("float16",),
+    "bfloat16": ("bfloat16",),
+    "int8": ("float16", "bfloat16", "int32"),
+    "float8_e4m3fn": ("bfloat16", "float16"),
+    "float8_e5m2": ("bfloat16", "float16"),
+}
+"""Output dtypes of a dense Gemm by the dtype of X and W; the first is the default."""
+MAX_INT8_K = 2**17 - 1
+"""Beyond this, a sum of products of int8 may leave int32."""
+
+
+def check_dense(w: Gemm) -> str:
+    """The output dtype of a dense Gemm; ArgumentError or UnsupportedError naming the field that is wrong."""
+    if w.a_dtype != w.b_dtype:
+        raise choose("b_dtype", w.b_dtype, (w.a_dtype, *(("int4", "uint4") if w.a_dtype in ("float16", "bfloat16") else ())))
+    for name, default in (("group_size", 128), ("zero_point", "symmetric"), ("act_order", False)):
+        if getattr(w, name) != default:
+            raise ArgumentError(f"{name}={getattr(w, name)!r} is not allowed: it is for b_dtype='int4' only")
+    allowed = DENSE_DTYPES[w.a_dtype]
+    if w.out_dtype not in ("", *allowed):
+        raise choose("out_dtype", w.out_dtype, allowed)
+    if w.a_dtype == "int8" and w.k > MAX_INT8_K:
+        raise UnsupportedError(f"k={w.k} is not supported: int8 products of more than {MAX_INT8_K} terms may overflow int32")
+    return w.out_dtype or allowed[0]
+
+
+def has_scales(w: Gemm) -> bool:
+    """Whether a dense Gemm takes x_scale and w_scale: 8-bit inputs and a floating output."""
+    return DTYPES[w.a_dtype].bits == 8 and w.out_dtype != "int32"
+
+
+def dense_inputs(w: Gemm) -> tuple[TensorSpec, ...]:
+    """The tensors x (m, k), w (n, k), and with scales x_scale (m,) and w_scale (n,) in float32."""
+    specs = [TensorSpec("x", (w.m, w.k), w.a_dtype), TensorSpec("w", (w.n, w.k), w.b_dtype)]
+    if has_scales(w):
+        specs += [TensorSpec("x_scale", (w.m,), "float32"), TensorSpec("w_scale", (w.n,), "float32")]
+    return tuple(specs)
+
+
+def dense_make_inputs(w: Gemm, seed: int, device: str) -> list[torch.Tensor]:
+    """Normal or (int8) uniform x and w; scales, or a w, that make y of order 1."""
+    import torch
+
+    gen = torch.Generator(device=device).manual_seed(seed)
+    dtype = DTYPES[w.a_dtype].torch()
+    shapes = ((w.m, w.k), (w.n, w.k))
+    if w.a_dtype == "int8":
+        tensors = [torch.randint(-128, 128, s, generator=gen, device=device, dtype=torch.int8) for s in shapes]
+        product = 128 * 128 / 3 * w.k**0.5  # standard deviation of a sum
+    else:
+        tensors = [torch.randn(s, generator=gen, device=device).to(dtype) for s in shapes]
+        product = w.k**0.5
+    if has_scales(w):
+        for extent in (w.m, w.n):
+            tensors.append((0.5 + torch.rand(extent, generator=gen, device=device)) / product**0.5)
+    return tensors
+
+
+def dense_reference(w: Gemm, *inputs: torch.Tensor) -> torch.Tensor:
+    """Y (m, n) in float64: exact for int8 (|sums| < 2⁵³), rounded nowhere else."""
+    y = inputs[0].double() @ inputs[1].double().T
+    if has_scales(w):
+        y *= inputs[2].double()[:, None]
+        y *= inputs[3].double()[None, :]
+    return y
+
+
+def dense_baseline(w: Gemm, *inputs: torch.Tensor) -> tuple[str, Callable[[], Any]]:
+    """(name, callable) of what a user would run without kronsched: F.linear, `torch._int_mm` or `torch._scaled_mm`.
+
+    The 8-bit operators exist on CUDA for shapes they like; elsewhere the inputs are converted beforehand.
+    """
+    import torch
+
+    x, weight = inputs[0], inputs[1]
+    if not has_scales(w) and w.a_dtype != "int8":
+        return f"torch linear {w.a_dtype}", lambda: torch.nn.functional.linear(x, weight)
+    if x.is_cuda and w.a_dtype == "int8" and w.m > 16 and w.k % 8 == 0 and w.n % 8 == 0:
+        if w.out_dtype == "int32":
+            return "torch _int_mm", lambda: torch._int_mm(x, weight.T)
+        xs, ws, dtype = inputs[2][:, None], inputs[3][None, :], DTYPES[w.out_dtype].torch()
+        return "torch _int_mm and scales", lambda: (torch._int_mm(x, weight.T) * xs * ws).to(dtype)
+    if x.is_cuda and w.a_dtype == "float8_e4m3fn" and w.out_dtype == "bfloat16" and w.k % 16 == 0 and w.n % 16 == 0:
+        xs, ws = inputs[2][:, None].contiguous(), inputs[3][None, :].contiguous()
+        return "torch _scaled_mm", lambda: torch._scaled_mm(x, weight.T, xs, ws, out_dtype=torch.bfloat16)
+    wide = [x.float(), weight.float().T.contiguous()]
+    return "torch matmul float32", lambda: wide[0] @ wide[1]
+
+
+def widen(w: Gemm, value: Any) -> Any:
+    """An element of x or w in the dtype of sums, as a TVM expression."""
+    from tvm import tirx
+
+    if w.a_dtype in FLOAT8:
+        value = widened(tirx.reinterpret("uint8", value), w.a_dtype)
+    return value.astype(DTYPES[w.a_dtype].accumulate)
+
+
+def rounded(w: Gemm, value: Any, tensors: Mapping[str, Any], i: Any, j: Any) -> Any:
+    """Element (i, j) of Y from its sum, as a TVM expression."""
+    if has_scales(w):
+        value = value.astype("float32") * tensors["x_scale"][i] * tensors["w_scale"][j]
+    return value.astype(w.out_dtype)
+
+
+def dense_program(w: Gemm) -> tvm.IRModule:
+    """TensorIR: product in float32 or int32, scaled, rounded."""
+    import tvm
+    from tvm import te
+
+    placeholders = {t.name: te.placeholder(t.shape, name=t.name, dtype=t.dtype) for t in dense_inputs(w)}
+    x, weight = placeholders["x"], placeholders["w"]
+    k = te.reduce_axis((0, w.k), name="kk")
+    acc = te.compute((w.m, w.n), lambda i, j: te.sum(widen(w, x[i, k]) * widen(w, weight[j, k]), axis=k), name="acc")
+    y = te.compute((w.m, w.n), lambda i, j: rounded(w, acc[i, j], placeholders, i, j), name="y")
+    func = te.create_prim_func([*placeholders.values(), y]).with_attr("global_symbol", "main")
+    return tvm.IRModule({"main": func})
