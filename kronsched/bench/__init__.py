@@ -1,4 +1,4 @@
 """Named suites of shapes, and what kronsched and its peers take for them.
 
-Read first: `run.run_suite`. A suite is a JSON file in `suites/`; a peer is one function in `peers.py`.
+Read first: `run.run_suite`. A suite is a JSON file in `suites/`; a peer is one function in `peers/`.
 """

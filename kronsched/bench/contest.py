@@ -37,10 +37,6 @@ SETTLE_S = 0.05
 """Rest before each CPU contestant, for the idle threads of the one before to stop spinning."""
 CHECK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 24}
 """What comparing a result with its reference needs beside both."""
-
-
-PEER_SLACK = 4.0
-"""A peer may be so many times less exact than we allow ourselves: one that rounds to 16 bits after every factor is not wrong."""
 UNCAPTURED = "launched call by call, as it cannot be captured in a CUDA graph: its time holds launch costs"
 
 
@@ -60,6 +56,7 @@ class Contest:
         self._rms = rms(self._reference)
         self._ready: dict[str, list[Call]] = {}
         self.errors: dict[str, float] = {}
+        self.joules: dict[str, float] = {}
         self.notes: dict[str, str] = {}
 
     def enter(self, name: str, make: MakeCall, slack: float = 1.0) -> None:
@@ -74,7 +71,8 @@ class Contest:
         calls = [make(inputs) for inputs in self._sets]
         y = torch.as_tensor(calls[0](), device=self._reference.device)
         error = max_relative_error(y.reshape(self._reference.shape), self._reference, self._rms)
-        tolerance = slack * DTYPES[self.workload.output.dtype].tolerance
+        slack *= self.workload.slack
+        tolerance = slack * (DTYPES[self.workload.output.dtype].tolerance or math.ulp(0.0))  # integers: exact, or infinite slack
         if not error <= tolerance:
             raise WrongResult(f"wrong result: relative error {error:.2g}, {tolerance:.2g} is allowed")
         self.errors[name] = error

@@ -33,6 +33,8 @@ class Row:
     us: ours.  peers: by name.  floor_us: the roofline time of one pass.  error: of our result, relative, against float64.
     peer_errors: the same of peers.  floor_by: "bandwidth" or "compute".  failure: why `us` is None.  notes: by contestant, why it
     has no time or what is to be known about it.  published: times by peer that were measured earlier on the same model of device.
+    information: peers that are shown and do not count as the best.  joules: energy a call by contestant ("kronsched" and peers),
+    where it was measured.
     """
 
     workload: Workload
@@ -46,6 +48,8 @@ class Row:
     floor_by: str = ""
     kernel: Kernel | None = None
     published: Mapping[str, float] = field(default_factory=dict)
+    information: tuple[str, ...] = ()
+    joules: Mapping[str, float] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> Row:
         """The row with other values in some fields."""
@@ -61,6 +65,23 @@ class Row:
         """Peer time / our time, above 1 where ours is faster."""
         return {name: us / self.us if us and self.us else None for name, us in self.peers.items()}
 
+    @property
+    def best_peer(self) -> str | None:
+        """The name of the fastest peer that counts, None where no peer has a time."""
+        times = {name: us for name, us in self.peers.items() if us and name not in self.information}
+        return min(times, key=lambda name: times[name]) if times else None
+
+    @property
+    def best_ratio(self) -> float | None:
+        """Time of the best peer / our time."""
+        return self.ratios[self.best_peer] if self.best_peer is not None else None
+
+    @property
+    def joules_ratio(self) -> float | None:
+        """Our joules a call / the best peer's: below 1 where ours takes less."""
+        ours, peer = self.joules.get("kronsched"), self.joules.get(self.best_peer or "")
+        return ours / peer if ours and peer else None
+
     def to_dict(self) -> dict[str, Any]:
         """A row of `bench --json`."""
         kernel = self.kernel
@@ -70,6 +91,8 @@ class Row:
             "us": self.us,
             "peers": dict(self.peers),
             "ratios": self.ratios,
+            "best_peer": self.best_peer,
+            "best_ratio": self.best_ratio,
             "floor_us": self.floor_us,
             "floor_by": self.floor_by,
             "share_of_floor": self.share_of_floor,
@@ -85,9 +108,44 @@ class Row:
                 "origin": kernel.origin,
             },
             "published": dict(self.published),
+            "information": list(self.information),
+            "joules": dict(self.joules),
             "failure": self.failure,
             "notes": dict(self.notes),
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Row:
+        """The row that `to_dict` described. Raises what the workload's registry raises, KeyError or TypeError for other data."""
+        from kronsched import registry
+
+        kernel = data.get("kernel")
+        return cls(
+            workload=registry.workload_from_dict(data["workload"]),
+            us=data["us"],
+            peers=dict(data["peers"]),
+            floor_us=float(data["floor_us"]),
+            error=data.get("error"),
+            failure=data.get("failure"),
+            notes=dict(data.get("notes", {})),
+            peer_errors=dict(data.get("peer_errors", {})),
+            floor_by=str(data.get("floor_by", "")),
+            kernel=None if kernel is None else Kernel(**kernel),
+            published=dict(data.get("published", {})),
+            information=tuple(data.get("information", ())),
+            joules=dict(data.get("joules", {})),
+        )
+
+
+def best_geomean(rows: Sequence[Row]) -> float | None:
+    """Geometric mean of the best peer's time / ours, the best of each row by itself; None without such rows."""
+    return _geomean(rows, lambda row: row.peers.get(row.best_peer or ""))
+
+
+def joules_geomean(rows: Sequence[Row]) -> float | None:
+    """Geometric mean of our joules / the best peer's over the rows that have both (below 1: ours takes less)."""
+    logs = [math.log(row.joules_ratio) for row in rows if row.joules_ratio]
+    return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 def geomean(rows: Sequence[Row], peer: str) -> float | None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kronsched.bench.contest import PEER_SLACK, Contest, free_bytes, needed_bytes, release
-from kronsched.bench.peers import peers_of
-from kronsched.bench.row import Kernel, Row, by_dtype, geomean, published_geomean
+from kronsched.bench.contest import Contest, free_bytes, needed_bytes, release
+from kronsched.bench.groups import groups
+from kronsched.bench.peers import peers_for, w4a16_paper
+from kronsched.bench.peers.base import slack_of
+from kronsched.bench.row import Kernel, Row, best_geomean, by_dtype, geomean, published_geomean
 from kronsched.bench.suites import Case
-from kronsched.bench.tuning import Logs, prebuild, tune_cases
+from kronsched.bench.tuning import Logs, load_module, prebuild, tune_cases
 from kronsched.errors import KronschedError, UnsupportedError, choose
 from kronsched.hardware import Device, floor_us, measure_ceilings
 
@@ -40,7 +41,7 @@ def run_suite(
 ) -> list[Row]:
     """Time each case on a device of this machine.
 
-    peers: names from `peers_of` of the families at hand; None takes all of them.  trials: shapes whose log holds fewer records
+    peers: names from `peers_for` of the workloads at hand; None takes all of them.  trials: shapes whose log holds fewer records
     are tuned up to so many first.  tune_seconds: no shape is tuned after so long.  logs: where records are kept and looked up.
     progress: called with each row as it is done.  say: called with lines for people.
 
@@ -52,11 +53,12 @@ def run_suite(
     wanted = choose_peers(cases, peers)
     device = measure_ceilings(device)
     logs = logs or Logs()
-    _prepare(cases, device, trials, tune_seconds, logs, say)
+    _prepare(cases, device, wanted, trials, tune_seconds, logs, say)
     rows = []
     for case in cases:
-        known = peers_of(case.workload.family)
-        row = _row(case, device, {name: known[name] for name in wanted if name in known}, logs)
+        known = peers_for(case.workload)
+        chosen = {name: known[name] for name in wanted if name in known}
+        row = row_of(case, device, chosen, lambda workload: load_module(workload, device, logs))
         release(device)
         rows.append(row)
         progress(row)
@@ -65,7 +67,7 @@ def run_suite(
 
 def choose_peers(cases: Sequence[Case], peers: Sequence[str] | None) -> list[str]:
     """The names of the peers to time; ArgumentError for one that no family at hand has."""
-    known = list(dict.fromkeys(name for case in cases for name in peers_of(case.workload.family)))
+    known = list(dict.fromkeys(name for case in cases for name in peers_for(case.workload)))
     for name in peers or ():
         if name not in known:
             raise choose("peer", name, known)
@@ -82,6 +84,8 @@ def summary(suite: str, device: Device, rows: Sequence[Row], peers: Sequence[str
         "rows": [row.to_dict() for row in rows],
         "geomean": {name: geomean(rows, name) for name in peers},
         "geomean_by_dtype": by_dtype(rows, peers),
+        "best_geomean": best_geomean(rows),
+        "groups": [group.to_dict() for group in groups(rows)],
         "geomean_published": {name: published_geomean(rows, name) for name in published},
         "ceilings": {
             "bandwidth_gbs": device.bandwidth_gbs,
@@ -95,7 +99,18 @@ def summary(suite: str, device: Device, rows: Sequence[Row], peers: Sequence[str
 def versions() -> dict[str, str | None]:
     """Versions of everything that was timed; None for what is not installed."""
     found: dict[str, str | None] = {}
-    for name in ("kronsched", "apache-tvm", "torch", "numpy", "linear_operator", "pyfastkron"):
+    for name in (
+        "kronsched",
+        "apache-tvm",
+        "torch",
+        "numpy",
+        "linear_operator",
+        "pyfastkron",
+        "gemlite",
+        "humming-kernels",
+        "triton",
+        "lazylinop",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -104,7 +119,13 @@ def versions() -> dict[str, str | None]:
 
 
 def _prepare(
-    cases: Sequence[Case], device: Device, trials: int, seconds: float | None, logs: Logs, say: Callable[[str], None]
+    cases: Sequence[Case],
+    device: Device,
+    peers: Sequence[str],
+    trials: int,
+    seconds: float | None,
+    logs: Logs,
+    say: Callable[[str], None],
 ) -> None:
     """Tune and build everything, with the same workers; they end before anything is timed."""
     from kronsched.measure.crew import Crew
@@ -113,9 +134,17 @@ def _prepare(
         if trials > 0:
             tune_cases(cases, device, trials, logs, crew, seconds=seconds, say=say)
         prebuild(cases, device, logs, crew)
+        w4a16_paper.prebuild([case.workload for case in cases], peers, device, crew)
 
 
-def _row(case: Case, device: Device, peers: Mapping[str, Peer], logs: Logs) -> Row:
+def row_of(
+    case: Case,
+    device: Device,
+    peers: Mapping[str, Peer],
+    module_of: Callable[[Workload], TunedModule],
+    make_contest: Callable[[Workload, Device], Contest] = Contest,
+) -> Row:
+    """Time one case. module_of: our kernel of a workload.  make_contest: who checks and times; see `Contest`."""
     workload = case.workload
     floor = floor_us(workload, device)
     by_bytes = workload.min_bytes / (device.bandwidth_gbs * 1e3)
@@ -133,12 +162,12 @@ def _row(case: Case, device: Device, peers: Mapping[str, Peer], logs: Logs) -> R
         if need > free:
             gigabytes = f"needs about {need / 1e9:.1f} GB for tensors, reference and peers; {free / 1e9:.1f} GB are free"
             return blank.but(failure=gigabytes)
-        contest = Contest(workload, device)
+        contest = make_contest(workload, device)
     except Exception as e:  # out of memory after all, a broken CUDA context, or a family from outside that fails
         return blank.but(failure=f"inputs or reference cannot be made: {_line(e)}")
     failure, kernel = None, None
     try:
-        module = load_module(workload, device, logs)
+        module = module_of(workload)
         kernel = _kernel(module)
         contest.enter(OURS, lambda inputs: partial(module, *inputs))
     except Exception as e:  # whatever ours raises is a finding too, and the peers still have their times
@@ -146,7 +175,7 @@ def _row(case: Case, device: Device, peers: Mapping[str, Peer], logs: Logs) -> R
     notes = {}
     for name, peer in peers.items():
         try:
-            contest.enter(name, partial(peer, workload), PEER_SLACK)
+            contest.enter(name, partial(peer, workload), slack_of(peer))
         except Exception as e:  # a peer may fail in any way
             notes[name] = _line(e)
     try:
@@ -162,24 +191,9 @@ def _row(case: Case, device: Device, peers: Mapping[str, Peer], logs: Logs) -> R
         failure=failure,
         kernel=kernel,
         notes={**contest.notes, **notes},
+        information=tuple(name for name, peer in peers.items() if getattr(peer, "information", False)),
+        joules=contest.joules,
     )
-
-
-def load_module(workload: Workload, device: Device, logs: Logs) -> TunedModule:
-    """The best kernel of the suite's own log when that has one, else what `kronsched.load` finds."""
-    import kronsched
-
-    path: Path | None = logs.path(workload)
-    if path is not None and _has_record(path, workload, device):
-        return kronsched.load(path, workload, device=device.torch_device)
-    return kronsched.load(workload, device=device.torch_device)
-
-
-def _has_record(path: Path, workload: Workload, device: Device) -> bool:
-    from kronsched.records.database import best_in
-    from kronsched.records.journal import Journal
-
-    return path.is_file() and best_in(Journal(path).read(), workload, device) is not None
 
 
 def _kernel(module: TunedModule) -> Kernel:

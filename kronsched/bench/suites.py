@@ -1,4 +1,6 @@
-"""Suites of shapes: `suites/<family>.json` holds "source" and named lists of workload fields; a user's own file works as well.
+"""Suites of shapes: `suites/<name>.json` holds "source" and named lists of workload fields; a user's own file works as well.
+
+A file belongs to the family it is named after, or to that of its "family": w4a16.json is of the family gemm.
 
 Read first: `load_cases` (built-in suites) and `load_file` (a file by path, for any family, a plugin's too).
 
@@ -8,6 +10,7 @@ file's "published" object names, and are shown beside what is measured now; they
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +37,7 @@ class Case:
 
 
 def suite_families() -> list[str]:
-    """Families that have suites."""
+    """What has suites: families, and kinds of workloads of a family, such as "w4a16"."""
     return sorted(
         p.name.removesuffix(".json") for p in files("kronsched.bench").joinpath("suites").iterdir() if p.name.endswith(".json")
     )
@@ -56,7 +59,8 @@ def load_cases(family: str, name: str | None = None, dtypes: Sequence[str] = (),
     name: a suite, "all" for every suite of the family, None for its first. A case that names its dtype keeps it and comes once.
     limit: only the first so many shapes, each still in all dtypes.
     """
-    return _cases(_read(family), name, dtypes, limit, family, "suite")
+    data = _read(family)
+    return _cases(data, name, dtypes, limit, str(data.get("family", family)), "suite")
 
 
 def load_file(path: Path, name: str | None = None, dtypes: Sequence[str] = (), limit: int | None = None) -> list[Case]:
@@ -109,11 +113,17 @@ def _fields(item: Any, family: str | None, where: str) -> tuple[dict[str, Any], 
 
 
 def _case(fields: Mapping[str, Any], dtype: str | None, published: Any, about: Mapping[str, Any], where: str) -> Case:
-    given = dict(fields) if dtype is None else {"dtype": dtype, **fields}
     try:
+        given = dict(fields) if dtype is None else {_dtype_field(fields.get("family")): dtype, **fields}
         return _with_published(registry.workload_from_dict(given), published, about)
     except UserError as e:
         raise ArgumentError(f"{where}: {e}") from None
+
+
+def _dtype_field(family: Any) -> str:
+    """The field that says what a family's workloads compute in: the first whose name ends so, such as "a_dtype" of gemm."""
+    names = [f.name for f in dataclasses.fields(registry.family(family))] if isinstance(family, str) else []  # type: ignore[arg-type]
+    return next((name for name in names if name.endswith("dtype")), "dtype")
 
 
 def _with_published(workload: Workload, published: Mapping[str, float], about: Mapping[str, Any]) -> Case:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kronsched.bench.suites import Case
     from kronsched.hardware import Device
     from kronsched.measure.crew import Crew
+    from kronsched.records.schema import TuningRecord
+    from kronsched.runtime.module import TunedModule
     from kronsched.search.result import TuneResult
     from kronsched.workloads.base import Workload
 
@@ -43,6 +45,22 @@ class Logs:
         if self.file is not None:
             return self.file
         return self.folder / f"{workload.key}.jsonl" if self.folder is not None else None
+
+    def best(self, workloads: Sequence[Workload], device: Device) -> dict[str, TuningRecord]:
+        """The fastest record of each workload that they hold, by key; a file of many shapes is read once."""
+        from kronsched.records.database import matches_device
+        from kronsched.records.journal import Journal
+
+        wanted = {w.key for w in workloads}
+        found: dict[str, TuningRecord] = {}
+        for path in dict.fromkeys(p for w in workloads if (p := self.path(w)) is not None and p.is_file()):
+            for record in Journal(path).read():
+                usable = record.workload_key in wanted and record.ok and matches_device(record, device)
+                if usable and record.median_us is not None:
+                    known = found.get(record.workload_key)
+                    if known is None or known.median_us is None or record.median_us < known.median_us:
+                        found[record.workload_key] = record
+        return found
 
 
 def tune_cases(
@@ -87,31 +105,100 @@ def known_count(workload: Workload, device: Device, logs: Logs) -> int:
     return sum(r.workload_key == workload.key and matches_device(r, device) for r in Journal(path).read())
 
 
+@dataclass(frozen=True)
+class Built:
+    """What `kronsched.load` would load, built: the folder and what is known of it (see `TunedModule`)."""
+
+    artefact: str
+    expected_us: float | None
+    measured: bool
+    origin: str
+
+
+class BuiltAhead:
+    """The kernels of a suite, built by all builders of a crew while earlier shapes are timed."""
+
+    def __init__(self, cases: Sequence[Case], device: Device, logs: Logs, crew: Crew) -> None:
+        """Queue everything."""
+        self._device, self._logs = device, logs
+        builders = crew.workers()[0]
+        best = logs.best([c.workload for c in cases], device)
+        self._futures = {
+            c.workload.key: builders.schedule(
+                build_best, c.workload, device, best.get(c.workload.key), f"log {logs.path(c.workload)}", timeout=BUILD_TIMEOUT_S
+            )
+            for c in cases
+        }
+
+    def wait(self, seconds: float) -> None:
+        """Until all are built, at most so long."""
+        wait(self._futures.values(), timeout=seconds)
+
+    def module(self, workload: Workload) -> TunedModule:
+        """The kernel of a shape, once it is built. What a builder could not do is tried here, to raise what it raises."""
+        from kronsched.runtime.module import TunedModule
+
+        built = None
+        with contextlib.suppress(Exception):  # a builder that died or took too long
+            built = self._futures[workload.key].result(timeout=PREBUILD_TIMEOUT_S)
+        if built is None:
+            return load_module(workload, self._device, self._logs)
+        return TunedModule.from_artefact(
+            Path(built.artefact),
+            device_index=self._device.index,
+            expected_us=built.expected_us,
+            measured=built.measured,
+            origin=built.origin,
+        )
+
+
 def prebuild(cases: Sequence[Case], device: Device, logs: Logs, crew: Crew) -> None:
     """Fill the artefact cache by all builders at once; what fails here is reported when it is loaded."""
-    if len(cases) < PREBUILD_FROM:
-        return
-    builders, _ = crew.workers()
-    futures = [
-        builders.schedule(build_best, case.workload, device, logs.path(case.workload), timeout=BUILD_TIMEOUT_S) for case in cases
-    ]
-    wait(futures, timeout=PREBUILD_TIMEOUT_S)
+    if len(cases) >= PREBUILD_FROM:
+        BuiltAhead(cases, device, logs, crew).wait(PREBUILD_TIMEOUT_S)
 
 
-def build_best(workload: Workload, device: Device, log: Path | None) -> None:
-    """Build what `load` would load, in a builder process: it must not touch the device."""
-    from kronsched.records.database import best_in, find_best
-    from kronsched.records.journal import Journal
+def build_best(workload: Workload, device: Device, record: TuningRecord | None = None, where: str = "log") -> Built | None:
+    """Build a record, else what `load` would load, in a builder process: it must not touch the device.
+
+    None for what cannot be built.
+    """
+    from kronsched.records.database import find_best, matches_device
     from kronsched.runtime.cache import get_or_build
     from kronsched.runtime.load import choose_config
+    from kronsched.runtime.manifest import Manifest
 
-    record = None
-    if log is not None and log.is_file():
-        record = best_in(Journal(log).read(), workload, device)
-    record = record or find_best(workload, device)
-    space, config = choose_config(workload, device)[:2] if record is None else (record.space["name"], dict(record.config))
-    with contextlib.suppress(KronschedError):
-        get_or_build(workload, space, config, device)  # type: ignore[arg-type]
+    if record is None:
+        record, where = find_best(workload, device), "log"
+    try:
+        if record is None:
+            space, config, origin = choose_config(workload, device)
+            return Built(str(get_or_build(workload, space, config, device)), None, False, origin)  # type: ignore[arg-type]
+        artefact = get_or_build(workload, record.space["name"], record.config, device)
+    except KronschedError:
+        return None
+    sha = record.kernel.get("source_sha256")
+    same = sha is None or sha == Manifest.load(artefact).source_sha256
+    measured = same and matches_device(record, device)
+    origin = f"{where}, measured on {record.target['name']}" + ("" if same else " by another version")
+    return Built(str(artefact), record.median_us if measured else None, measured, origin)
+
+
+def load_module(workload: Workload, device: Device, logs: Logs) -> TunedModule:
+    """The best kernel of the suite's own log when that has one, else what `kronsched.load` finds."""
+    import kronsched
+
+    path: Path | None = logs.path(workload)
+    if path is not None and _has_record(path, workload, device):
+        return kronsched.load(path, workload, device=device.torch_device)
+    return kronsched.load(workload, device=device.torch_device)
+
+
+def _has_record(path: Path, workload: Workload, device: Device) -> bool:
+    from kronsched.records.database import best_in
+    from kronsched.records.journal import Journal
+
+    return path.is_file() and best_in(Journal(path).read(), workload, device) is not None
 
 
 def _tune(workload: Workload, device: Device, trials: int, logs: Logs, crew: Crew) -> TuneResult:

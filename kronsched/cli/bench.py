@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kronsched.cli.bench_multi import BenchCommand
 from kronsched.cli.options import json_option, target_option
 from kronsched.cli.output import only_json, print_json, print_table, share_text, time_text
 from kronsched.errors import ArgumentError
@@ -18,6 +17,21 @@ if TYPE_CHECKING:
     from kronsched.bench.row import Row
     from kronsched.bench.suites import Case
     from kronsched.hardware import Device
+
+QUICK_FROM = 48
+"""Shapes on a GPU from which a bench is quick unless told otherwise."""
+LISTED = 100
+"""Rows that are printed one by one; of more, only groups and a fifth as many of the rows that lose and of the notes."""
+
+
+def _shard(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """Such as 2/8, the second of eight parts."""
+    if value is None:
+        return None
+    number, _, count = value.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise click.BadParameter(f"{value!r} is not allowed: write I/N with 1 ≤ I ≤ N, such as 2/8", ctx, param)
+    return int(number), int(count)
 
 
 def _bench(
@@ -31,79 +45,122 @@ def _bench(
     log: str | None,
     log_dir: str | None,
     limit: int | None,
+    shard: tuple[int, int] | None,
+    quick: bool | None,
+    energy: bool,
+    seconds: float | None,
+    resume: bool,
+    beat: str | None,
     target: str,
     output: str | None,
     as_json: bool,
 ) -> int:
-    from kronsched.bench.run import choose_peers, run_suite, summary
+    from kronsched.bench.results import Results, read_rows
+    from kronsched.bench.run import choose_peers, summary
     from kronsched.bench.tuning import Logs
     from kronsched.hardware import resolve_target
 
     if log is not None and log_dir is not None:
         raise ArgumentError("log and log_dir are not allowed together: name one file for all shapes, or a folder")
-    name, cases = _cases(what, suite, [d for text in dtypes for d in _split(text)], limit)
+    if resume and output is None:
+        raise ArgumentError("resume needs output: the file whose rows are kept")
+    name, cases = _cases(what, suite, [d for text in dtypes for d in _split(text)], limit, shard)
     names = choose_peers(cases, None if peers is None else _split(peers))
     device = resolve_target(target)
     logs = Logs(Path(log) if log else None, Path(log_dir) if log_dir else None)
-    save = _saver(output, name, device, names)
-    rows: list[Row] = []
+    quick = quick if quick is not None else energy or (device.kind == "cuda" and len(cases) >= QUICK_FROM)
+    if not quick and (energy or seconds is not None or resume):
+        raise ArgumentError("energy, for and resume are only allowed with quick")
+
+    def described(rows: Sequence[Row]) -> dict[str, Any]:
+        return {**summary(name, device, rows, names), "mode": "quick" if quick else "thorough"}
+
+    results = Results(Path(output) if output else None, described, device.name, resume)
     said: set[str] = set()
+    wanted = {case.workload.key for case in cases}
 
     def progress(row: Row) -> None:
-        rows.append(row)
-        _say(row, said)
-        save(rows, len(rows) == len(cases))
+        if results.rows.get(row.workload.key) is not row:
+            _say(row, said)
+        results.add(row)
 
+    tune: dict[str, Any] = {"trials": trials, "tune_seconds": tune_seconds, "logs": logs}
+    if beat is not None:
+        if not (quick and trials):
+            raise ArgumentError("beat is only allowed with quick and tune")
+        rows = read_rows(Path(beat), device.name).items()
+        tune["targets"] = {key: row.peers[row.best_peer] for key, row in rows if row.best_peer is not None}
     with only_json(as_json):
-        run_suite(
-            cases,
-            device,
-            names,
-            trials=trials,
-            tune_seconds=tune_seconds,
-            logs=logs,
-            progress=progress,
-            say=lambda line: click.echo(line, err=True),
-        )
+        try:
+            _run(cases, device, names, tune, quick, seconds, energy, results.rows, progress)
+        finally:
+            results.save(complete=wanted <= set(results.rows))
+    done = list(results.rows.values())
     if as_json:
-        print_json(summary(name, device, rows, names))
+        print_json(described(done))
     else:
-        _print(name, device, rows, names)
-    return 0 if any(r.us is not None for r in rows) else 1
+        _print(name, device, done, names)
+    return 0 if any(r.us is not None for r in done) else 1
 
 
-def _cases(what: str, suite: str | None, dtypes: Sequence[str], limit: int | None) -> tuple[str, list[Case]]:
-    """(name, cases) of a family's suite or of a user's file."""
+def _run(
+    cases: Sequence[Case],
+    device: Device,
+    peers: Sequence[str],
+    tune: Mapping[str, Any],
+    quick: bool,
+    seconds: float | None,
+    energy: bool,
+    known: Mapping[str, Row],
+    progress: Callable[[Row], None],
+) -> None:
+    from kronsched.bench.grid import run_grid
+    from kronsched.bench.run import run_suite
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    if not quick:
+        run_suite(cases, device, peers, **tune, progress=progress, say=say)
+        return
+    if tune["trials"]:
+        from kronsched.bench.grid_tuning import tune_grid
+
+        workloads, limits = [c.workload for c in cases], {"seconds": tune["tune_seconds"], "targets": tune.get("targets")}
+        tune_grid(workloads, device, tune["trials"], tune["logs"], **limits, say=say)
+    run_grid(
+        cases,
+        device,
+        peers,
+        logs=tune["logs"],
+        known=dict(known),
+        seconds=seconds,
+        energy=energy,
+        progress=progress,
+        say=say,
+    )
+
+
+def _cases(
+    what: str, suite: str | None, dtypes: Sequence[str], limit: int | None, shard: tuple[int, int] | None
+) -> tuple[str, list[Case]]:
+    """(name, cases) of one or several suites of a family, or of a user's file."""
     from kronsched.bench.suites import load_cases, load_file, suite_names
 
+    cases: list[Case] = []
     if what.endswith(".json") or Path(what).is_file():
-        return what if suite is None else f"{what}/{suite}", load_file(Path(what), suite, dtypes, limit)
-    cases = load_cases(what, suite, dtypes, limit)
-    return f"{what}/{suite or suite_names(what)[0]}", cases
-
-
-def _saver(output: str | None, name: str, device: Device, peers: Sequence[str]) -> Callable[[Sequence[Row], bool], None]:
-    """Writes the rows so far to the output file, whole or not at all, so that a run that is cut short leaves its results."""
-    from kronsched.bench.run import summary
-
-    if output is None:
-        return lambda rows, complete: None
-    path = Path(output)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as e:
-        raise ArgumentError(f"output={output!r} cannot be written: {e.strerror}") from None
-
-    def save(rows: Sequence[Row], complete: bool) -> None:
-        data: dict[str, Any] = {**summary(name, device, rows, peers), "complete": complete}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-        Path(file.name).chmod(0o644)  # a temporary file is private
-        Path(file.name).replace(path)
-
-    return save
+        name = what if suite is None else f"{what}/{suite}"
+        for one in [None] if suite is None else _split(suite):
+            cases += load_file(Path(what), one, dtypes, limit)
+    else:
+        name = f"{what}/{suite or suite_names(what)[0]}"
+        for one in [None] if suite is None else _split(suite):
+            cases += load_cases(what, one, dtypes, limit)
+    cases = list({case.workload.key: case for case in cases}.values())
+    if shard is None:
+        return name, cases
+    number, count = shard
+    return f"{name} {number}/{count}", cases[number - 1 :: count]
 
 
 def _print(name: str, device: Device, rows: Sequence[Row], peers: Sequence[str]) -> None:
@@ -128,8 +185,10 @@ def _print(name: str, device: Device, rows: Sequence[Row], peers: Sequence[str])
         table.append(
             [row.workload.label, time_text(row.us), floor, share_text(row.share_of_floor), *times, error, _kernel_text(row)]
         )
-    print_table(f"{name} on {device.name}", columns, table)
-    for text in dict.fromkeys(f"{who}: {note}" for row in rows for who, note in row.notes.items()):
+    if len(rows) <= LISTED:
+        print_table(f"{name} on {device.name}", columns, table)
+    _print_groups(f"{name} on {device.name}", rows)
+    for text in list(dict.fromkeys(f"{who}: {note}" for row in rows for who, note in row.notes.items()))[: LISTED // 5]:
         click.echo(text)
     if any(row.kernel is not None and row.kernel.launches > 1 for row in rows):
         click.echo("passes: the floor moves the tensor once; a kernel of n passes moves it n times")
@@ -139,7 +198,30 @@ def _print(name: str, device: Device, rows: Sequence[Row], peers: Sequence[str])
         _say_mean(f"published {peer}", published_geomean(rows, peer))
     for peer in dict.fromkeys([*peers, *published]):
         if slow := slower_than(rows, peer):
-            click.echo(f"slower than {peer}: " + "; ".join(row.workload.label for row in slow))
+            more = f"; and {len(slow) - LISTED // 5} more" if len(slow) > LISTED // 5 else ""
+            click.echo(f"slower than {peer}: " + "; ".join(row.workload.label for row in slow[: LISTED // 5]) + more)
+
+
+def _print_groups(title: str, rows: Sequence[Row]) -> None:
+    from kronsched.bench.groups import NEVER_SLOWER, groups
+
+    found = groups(rows)
+    columns = ["group", "rows", "failed", "best peer / ours", "lowest", f"below {NEVER_SLOWER}", "time / floor", "error"]
+    energy = any(g.joules_geomean for g in found)
+    table = [
+        [
+            g.name,
+            str(g.rows),
+            str(g.failed),
+            *("–" if v is None else f"{v:.3g}×" for v in (g.best_geomean, g.lowest)),
+            str(g.lost),
+            *("–" if v is None else f"{v:.3g}" for v in (g.over_floor, g.error)),
+            *(["–" if g.joules_geomean is None else f"{g.joules_geomean:.3g}"] if energy else []),
+        ]
+        for g in found
+    ]
+    if rows:
+        print_table(title, [*columns, *(["joules / best peer's"] if energy else [])], table)
 
 
 def _say_mean(peer: str, ratio: float | None) -> None:
@@ -174,11 +256,11 @@ def _split(text: str) -> list[str]:
     return [piece.strip() for piece in text.split(",") if piece.strip()]
 
 
-bench = click.Command(
+bench = BenchCommand(
     "bench",
     params=[
         click.Argument(["what"], metavar="FAMILY|FILE"),
-        click.Option(["--suite"], default=None, help='Name of the suite, such as large, or "all". [default: the first]'),
+        click.Option(["--suite"], default=None, help='Name(s) of suites, such as large, or "all". [default: the first]'),
         click.Option(["--peers"], default=None, help="Comma-separated names. [default: all of the family]"),
         click.Option(
             ["--dtype", "dtypes"],
@@ -200,6 +282,25 @@ bench = click.Command(
             help="A folder of tuning logs, one a shape, named by its key.",
         ),
         click.Option(["--limit"], type=click.IntRange(1), default=None, help="Only the first so many shapes."),
+        click.Option(
+            ["--shard"], callback=_shard, metavar="I/N", default=None, help="Only every N-th shape, from the I-th: such as 2/8."
+        ),
+        click.Option(
+            ["--quick/--thorough"],
+            default=None,
+            help=f"Time each shape shortly, while the next are built. [default: quick from {QUICK_FROM} shapes on a GPU]",
+        ),
+        click.Option(["--energy"], is_flag=True, help="Joules a call as well, ours and the best peer's (NVIDIA GPUs; quick)."),
+        click.Option(
+            ["--for", "seconds"], type=click.FloatRange(0), default=None, help="Time no shape after so many seconds (quick)."
+        ),
+        click.Option(
+            ["--beat"],
+            type=click.Path(dir_okay=False),
+            default=None,
+            help="Results of an earlier run: shapes whose best peer was faster are tuned first (quick).",
+        ),
+        click.Option(["--resume"], is_flag=True, help="Keep the rows that the output file holds and time the others (quick)."),
         target_option,
         click.Option(
             ["-o", "--output"], type=click.Path(dir_okay=False), default=None, help="Store the JSON here, after every shape anew."
@@ -207,5 +308,6 @@ bench = click.Command(
         json_option,
     ],
     callback=_bench,
-    help="Time a suite of a FAMILY, or the workloads listed in a JSON FILE, against the peers that are installed.",
+    help="Time a suite of a FAMILY, or the workloads listed in a JSON FILE, against the peers that are installed. "
+    "`bench kron-multi --help`: several GPUs.",
 )

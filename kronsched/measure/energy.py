@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 WINDOW_S = 0.5
 """Calls are repeated for this long: NVML's counter moves every 20 to 100 ms."""
+STUCK_S = 5.0
+"""A counter that has not moved for so long tells nothing."""
 
 
 class EnergyObserver(Protocol):
@@ -41,6 +43,11 @@ class NvmlEnergy:
         """Note the counter; without NVML or a counter, `stop` returns None."""
         self._before = self._read()
 
+    def read(self) -> float | None:
+        """The counter in joules; None without one. It moves in steps of some milliseconds."""
+        found = self._read()
+        return None if found is None else found / 1e3
+
     def stop(self) -> float | None:
         """Joules since `start`."""
         after = self._read()
@@ -67,9 +74,15 @@ def joules_per_call(
 
     burst: makes `calls` calls back to back, so that the device does not idle between them.  wait: returns when all calls made
     so far have finished (such as `torch.cuda.synchronize`).
+
+    An observer with `read` is read after every burst, and what counts lies between two moments at which its counter moved: a
+    window of a few hundred milliseconds is then as good as one that is long beside the counter's period.
     """
     burst()
     wait()
+    read: Callable[[], float | None] | None = getattr(observer, "read", None)
+    if read is not None:
+        return _between_ticks(read, burst, calls, wait, seconds)
     observer.start()
     done, start = 0, time.perf_counter()
     while done == 0 or time.perf_counter() - start < seconds:
@@ -80,7 +93,40 @@ def joules_per_call(
     return None if joules is None else joules / done
 
 
+def _between_ticks(
+    read: Callable[[], float | None], burst: Callable[[], Any], calls: int, wait: Callable[[], Any], seconds: float
+) -> float | None:
+    """Joules a call between the counter's first move and one at least `seconds` later."""
+    last, begin = read(), time.perf_counter()
+    if last is None:
+        return None
+    first: tuple[float, float] | None = None  # time and joules at the first move
+    done = 0
+    while True:
+        burst()
+        wait()
+        done += calls
+        joules, now = read(), time.perf_counter()
+        if joules is None:
+            return None
+        if joules != last:
+            if first is None:
+                first, done = (now, joules), 0
+            elif now - first[0] >= seconds:
+                return (joules - first[1]) / done
+            last = joules
+        if now - begin > seconds + STUCK_S:
+            return None
+
+
+def device_uuid(index: int) -> str:
+    """NVML's name of a CUDA device of this process."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
 def _torch_uuid() -> str:
     import torch
 
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    return device_uuid(torch.cuda.current_device())

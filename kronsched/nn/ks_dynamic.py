@@ -5,6 +5,8 @@ contiguous tensor: the columns are copied into the next bucket (`column_plan`), 
 copied out of it; both copies are saved where the batch is a bucket or was tuned. What is the same for both: a batch that was
 tuned gets its own kernel, and other buckets the config of the nearest tuned one.
 
+Where torch's own matmuls were measured to be faster, they serve the call (ks_select.py).
+
 Read first: `column_plan`, `KSKernels`.
 """
 
@@ -18,6 +20,7 @@ from kronsched.errors import CompileError, InvalidConfig, UnsupportedError
 from kronsched.hardware import resolve_target
 from kronsched.nn import nearby
 from kronsched.nn.dynamic import row_plan
+from kronsched.nn.ks_select import LibraryCalls
 from kronsched.runtime.cache import get_or_build
 from kronsched.runtime.load import load
 from kronsched.runtime.module import TunedModule
@@ -61,6 +64,7 @@ class KSKernels:
             raise UnsupportedError(f"device={device!r} is not on this machine")
         self.device = f"cuda:{self._device.index}" if self._device.kind == "cuda" else "cpu"
         self._cap = next(1 << e for e in range(_LARGEST_POWER, -1, -1) if self._fits(1 << e))
+        self.library = LibraryCalls(self.patterns, layout, dtype, self._device, self._tuned_us)
         self._lock = threading.Lock()
         self.modules: dict[int, TunedModule] = {}
         self._tuned: dict[int, TuningRecord] | None = None
@@ -92,6 +96,9 @@ class KSKernels:
     def __call__(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Y of x, (n, features) or (features, n) by the layout, n ≥ 1, and of the weights (a, b, c, d), without autograd."""
         n = x.shape[0] if self.layout == "batch_first" else x.shape[1]
+        library = self.library.name(n)
+        if library is not None:
+            return self.library.run(library, x, weights)
         spans = self.plan(n)
         if len(spans) == 1 and spans[0][2] == n:
             result: torch.Tensor = self.module(n)(x, *weights)
@@ -131,6 +138,10 @@ class KSKernels:
         if self._tuned is None:
             self._tuned = nearby.tuned_sizes(self._workload(1), self._device, "batch")
         return self._tuned
+
+    def _tuned_us(self, batch: int) -> float | None:
+        record = self._known().get(batch)
+        return None if record is None else record.median_us
 
     def _build(self, workload: KSMatmul) -> TunedModule:
         tuned = self._known()

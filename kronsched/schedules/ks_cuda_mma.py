@@ -1,15 +1,19 @@
-"""Kronecker-sparse matmul on tensor cores (CUDA, sm_80 and later), one schedule a layout. Two launches a factor of a chain.
+"""Kronecker-sparse matmul on tensor cores (CUDA, sm_80 and later), one schedule a layout. One or two launches a factor.
 
-    pack      weights (a, b, c, d) → fragment order, padded with zeros      (TensorIR, ks_parts.pack_weights)
-    multiply  tiles of X against slices of packed weights → Y               (TIRx, ks_mma_kernel.py or ks_last_kernel.py)
+    pack      weights (a, b, c, d) → fragment order, zeros beyond them    (ks_pack.py; not where blocks gather: ks_gather.py)
+    multiply  tiles of X against slices of weights → Y                    (ks_mma_kernel.py, ks_last_kernel.py, ks_last_wgmma.py)
 
-Read first: `KSTensorCore.apply`, then ks_mma_plan.py and ks_last_plan.py.
+A fused chain is these launches one behind the other, each overlapping the next: factors do not share a kernel. In bytes that
+could save the intermediate's trips, at most 1.25× to 1.4× for the chains of a ViT-S/16; in 16-bit types it fits in L2 anyway.
+
+Read first: `KSTensorCore.apply`, then ks_mma_plan.py and ks_last_plan.py (tilings), ks_mma_cost.py (how defaults are chosen).
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,9 +22,12 @@ from kronsched.dtypes import DTYPES
 from kronsched.schedules import ks_last_plan, ks_mma_plan
 from kronsched.schedules.base import Schedule, Scheduled
 from kronsched.schedules.ks_last_plan import LastPlan, plan_last
+from kronsched.schedules.ks_mma_cost import Plan
+from kronsched.schedules.ks_mma_limits import can_overlap, sm_number
 from kronsched.schedules.ks_mma_plan import MmaPlan, plan_mma
-from kronsched.schedules.ks_mma_space import Plan, canonical_config, fitting_knobs, least_predicted, mma_features
-from kronsched.schedules.ks_parts import checked_space, factor_tensors, launch_of, pack_weights, renamed
+from kronsched.schedules.ks_mma_space import canonical_config, fitting_knobs, least_predicted, mma_features
+from kronsched.schedules.ks_pack import Packing, pack_kernel
+from kronsched.schedules.ks_parts import checked_space, factor_tensors, launch_of, renamed
 from kronsched.space import Config, SearchSpace, load_knobs
 from kronsched.workloads.base import TensorSpec, Workload
 from kronsched.workloads.ks import KSMatmul, Pattern
@@ -43,12 +50,12 @@ class KSTensorCore(Schedule):
         """The plan of one factor."""
 
     @abc.abstractmethod
-    def kernel(self, plan: Any) -> Any:
-        """The PrimFunc over x, packed weights and y."""
+    def kernel(self, plan: Any, packing: Packing) -> Any:
+        """The PrimFunc over x, weights and y."""
 
     @abc.abstractmethod
-    def packing(self, plan: Any) -> tuple[Any, tuple[int, int, int]]:
-        """(flat index of the packed weights -> (i, j, k, l), extents that j, k and l reach)."""
+    def packing(self, plan: Any) -> Packing:
+        """The order of the packed weights."""
 
     @abc.abstractmethod
     def runs(self, workload: KSMatmul, pattern: Pattern) -> tuple[int, ...]:
@@ -65,7 +72,7 @@ class KSTensorCore(Schedule):
             return "float64 is not served by these tensor-core kernels"
         if workload.layout != self.layout:
             return f"layout {workload.layout} is not served"
-        if not device.arch.startswith("sm_") or int(device.arch[3:].rstrip("af")) < 80:
+        if sm_number(device) < 80:
             return f"tensor-core instructions of sm_80 are needed, {device.name} is {device.arch}"
         item = DTYPES[workload.dtype].itemsize
         for pattern in workload.patterns:
@@ -90,24 +97,35 @@ class KSTensorCore(Schedule):
         return canonical_config(least_predicted(values, self.few, planner, workload, device), values, planner)
 
     def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
-        """Two PrimFuncs and launches a factor; scratch: packed weights p0, p1 and a chain's t0, t1 and so on."""
+        """One or two PrimFuncs and launches a factor; scratch: packed weights p0, p1 and a chain's t0, t1 and so on.
+
+        All packing comes first. On sm_90 every launch starts while the one before it still runs, whatever that is, and lets the
+        next one start. The first waits for all earlier kernels before it touches anything or lets another start, so none of
+        the others ever meets them. The first multiplication reads x before it waits for the packing. The others read packed
+        weights before they wait for the factor before them, which had waited for all packing.
+        """
         import tvm
 
         assert isinstance(workload, KSMatmul)
-        funcs, launches, scratch = {}, [], []
-        plans = self.plans(workload, device, config)
+        plans, overlap = self.plans(workload, device, config), can_overlap(device)
+        funcs, packings, products, scratch = {}, [], [], []
         for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, workload.dtype), strict=True)):
             source, weight, target = tensors
-            packed = TensorSpec(f"p{i}", (plan.weight_elements,), workload.dtype)
-            scratch += [packed, *([target] if i < len(plans) - 1 else [])]
-            parts = {
-                f"ks_pack_{i}": (pack_weights(weight, packed, *self.packing(plan)), (weight, packed)),
-                f"ks_{i}": (renamed(self.kernel(plan), source, packed, target), (source, packed, target)),
-            }
-            for name, (func, args) in parts.items():
-                funcs[name] = func.with_attr("global_symbol", name)
-                launches.append(launch_of(name, *args))
-        return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch))
+            last, packing = i == len(plans) - 1, self.packing(plan)
+            if overlap:
+                plan = replace(plan, after="factor" if i else "any" if plan.gather else "packing")
+            if not plan.gather:
+                packed, name = TensorSpec(f"p{i}", (plan.weight_elements,), workload.dtype), f"ks_pack_{i}"
+                pack = pack_kernel(plan.pattern, workload.dtype, plan.weight_elements, packing, early=overlap, follows=i > 0)
+                funcs[name] = renamed(pack, weight, packed).with_attr("global_symbol", name)
+                packings.append(replace(launch_of(name, weight, packed), overlap=overlap))
+                scratch.append(packed)
+                weight = packed
+            scratch += [] if last else [target]
+            name, args = f"ks_{i}", (source, weight, target)
+            funcs[name] = renamed(self.kernel(plan, packing), *args).with_attr("global_symbol", name)
+            products.append(replace(launch_of(name, *args), overlap=overlap))
+        return Scheduled(tvm.IRModule(funcs), (*packings, *products), tuple(scratch))
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Waves, occupancy, bytes through each memory level, a predicted time."""
@@ -125,25 +143,26 @@ class KSCudaMma(KSTensorCore):
     name: ClassVar[str] = "ks_cuda_mma"
     layout: ClassVar[str] = "batch_first"
     few: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mt": (1, 2), "warps_m": (1, 2, 4, 8), "warps_j": (1, 2), "warps_l": (1,), "pairs": (1, 2, 4), "lunits": (1, 2),
-        "ksteps": (1, 2, 4), "stages": (3, 2), "groups": (1,), "weights": ("resident", "stream"),
-        "store": ("pair", "staged"), "min_blocks": (2, 1, 4), "waves": (1,),
+        "mt": (1, 2), "warps_m": (2, 4, 8), "warps_j": (1, 2), "warps_l": (1, 2), "pairs": (1, 2, 4), "lunits": (1, 2),
+        "ksteps": (1, 2, 4), "stages": (3,), "groups": (1,), "weights": ("resident", "stream", "gather"), "store": ("staged",),
+        "min_blocks": (1, 2), "waves": (1,), "mma": ("sync", "wgmma"),
     }  # fmt: skip
 
     def plan(self, workload: KSMatmul, pattern: Pattern, config: Config, device: Device) -> Plan:
         """See the base class."""
         return plan_mma(workload, pattern, config, device)
 
-    def kernel(self, plan: MmaPlan) -> Any:
+    def kernel(self, plan: MmaPlan, packing: Packing) -> Any:
         """See the base class."""
         from kronsched.schedules.ks_mma_kernel import batch_first_kernel
 
-        return batch_first_kernel(plan)
+        return batch_first_kernel(plan, packing)
 
-    def packing(self, plan: MmaPlan) -> tuple[Any, tuple[int, int, int]]:
+    def packing(self, plan: MmaPlan) -> Packing:
         """See the base class."""
         _, nj, nl = plan.slices
-        return partial(ks_mma_plan.weight_at, plan), (nj * plan.jb, plan.chunks * plan.ks, nl * plan.lb)
+        low = partial(ks_mma_plan.low_weight, plan) if plan.parts > 1 else None
+        return Packing(partial(ks_mma_plan.weight_at, plan), (nj * plan.jb, plan.chunks * plan.ks, nl * plan.lb), low)
 
     def runs(self, workload: KSMatmul, pattern: Pattern) -> tuple[int, ...]:
         """See the base class: a row of a block i of X and of Y, and of one k where d fills 16 bytes."""
@@ -169,23 +188,28 @@ class KSCudaMmaLast(KSTensorCore):
     name: ClassVar[str] = "ks_cuda_mma_last"
     layout: ClassVar[str] = "batch_last"
     few: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mj": (1, 2, 4), "units": (1, 2), "warps_j": (1, 2, 4), "warps_n": (1, 2, 4), "ksteps": (1, 2, 4), "stages": (3, 2),
-        "weights": ("resident", "stream"), "min_blocks": (2, 1, 4), "waves": (1, 4),
+        "mj": (1, 2, 4, 8), "units": (1, 2), "warps_j": (1, 2, 4), "warps_n": (1, 2, 4, 8), "ksteps": (2, 4), "stages": (3,),
+        "weights": ("resident", "stream", "gather"), "min_blocks": (1, 2), "waves": (1,), "mma": ("sync", "wgmma"),
+        "vector": (8, 16),
     }  # fmt: skip
 
     def plan(self, workload: KSMatmul, pattern: Pattern, config: Config, device: Device) -> Plan:
         """See the base class."""
         return plan_last(workload, pattern, config, device)
 
-    def kernel(self, plan: LastPlan) -> Any:
+    def kernel(self, plan: LastPlan, packing: Packing) -> Any:
         """See the base class."""
         from kronsched.schedules.ks_last_kernel import batch_last_kernel
+        from kronsched.schedules.ks_last_wgmma import batch_last_wgmma
 
-        return batch_last_kernel(plan)
+        return (batch_last_wgmma if plan.wgmma else batch_last_kernel)(plan, packing)
 
-    def packing(self, plan: LastPlan) -> tuple[Any, tuple[int, int, int]]:
+    def packing(self, plan: LastPlan) -> Packing:
         """See the base class."""
-        return partial(ks_last_plan.weight_at, plan), (plan.j_slices * plan.jb, plan.chunks * plan.ks, plan.pattern[3])
+        low = partial(ks_last_plan.low_weight, plan) if plan.parts > 1 else None
+        return Packing(
+            partial(ks_last_plan.weight_at, plan), (plan.j_slices * plan.jb, plan.chunks * plan.ks, plan.pattern[3]), low
+        )
 
     def runs(self, workload: KSMatmul, pattern: Pattern) -> tuple[int, ...]:
         """See the base class: a row of samples."""

@@ -13,13 +13,16 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from kronsched.schedules.ks_gather import gathering
 from kronsched.schedules.ks_last_plan import UNIT_BYTES, LastPlan, chunk_of
+from kronsched.schedules.ks_mma_limits import LANES
 from kronsched.schedules.ks_mma_parts import MMA, PACK, VECTOR, half_selector, high_part, inside, low_part
-from kronsched.schedules.ks_mma_plan import LANES, LONG_SUM
+from kronsched.schedules.ks_mma_plan import LONG_SUM
+from kronsched.schedules.ks_pack import Packing
 
 
-def batch_last_kernel(p: LastPlan) -> Any:
-    """The PrimFunc over x, the weights in fragment order, and y."""
+def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
+    """The PrimFunc over x, the weights (in fragment order unless they are gathered), and y."""
     a, b, c, d = p.pattern
     B, DT, ITEM, E, Q = p.batch, p.dtype, p.item, p.per16, p.own
     MJ, U, JB, NB, KS, S, G = p.mj, p.units, p.jb, p.nb, p.ks, p.stages, p.grid_tiles
@@ -35,7 +38,8 @@ def batch_last_kernel(p: LastPlan) -> Any:
     mma, pack = MMA[DT], PACK.get(DT, "")
     copy_x = f"cp.async.{'cg' if CB == 16 else 'ca'}.shared.global"
     put, SW = f"st.global{VECTOR[CB]}.b32", CB // 4
-    TJ = JB // 16
+    gather = gathering(p.pattern, DT, packing, p.resident_words, NT)
+    AHEAD, TJ, after = p.ahead, JB // 16, p.after
 
     def pair_of(u, half):
         """Elements of a lane's load that make operand word `half` of instruction u (16-bit): k numbers 2·half and 2·half + 1."""
@@ -44,10 +48,13 @@ def batch_last_kernel(p: LastPlan) -> Any:
     def sum_at(mj, un, u):
         return ((mj * U + un) * E + u) * 4
 
+    # Nothing is read that another kernel may still write: see KSTensorCore.apply.
+    wait_first = after in ("factor", "any") or (stream and after == "packing")
+
     @T.prim_func
     def ks(
         x: T.Buffer((a * c * d * B,), DT),
-        wf: T.Buffer((p.weight_elements,), DT),
+        wf: T.Buffer((a * b * c * d if p.gather else p.weight_elements,), DT),
         y: T.Buffer((a * b * d * B,), DT),
     ):
         T.device_entry()
@@ -173,14 +180,27 @@ def batch_last_kernel(p: LastPlan) -> Any:
                         y.ptr_to([((ib * b + j) * d + il) * B + n + w * (CB // ITEM)]), *[ow[w * SW + z] for z in range(SW)]
                     )
 
-        if not stream:
+        if p.gather and after == "factor":
+            gather(wf, smem, sl, tx)
+        if not stream and not p.gather and after != "packing":
             copy_weights(0, 0, NWL)
             T.ptx.cp.async_.commit_group()
-        for s in T.unroll(S - 1):
+        if wait_first:
+            T.ptx.griddepcontrol.wait()
+        for s in T.unroll(AHEAD):
             issue(s)
             T.ptx.cp.async_.commit_group()
+        if p.gather and after != "factor":
+            gather(wf, smem, sl, tx)
+        if not stream and not p.gather and after == "packing":
+            T.ptx.griddepcontrol.wait()
+            copy_weights(0, 0, NWL)
+            T.ptx.cp.async_.commit_group()
+        if after != "":
+            T.ptx.griddepcontrol.launch_dependents()
         if not stream:
-            T.ptx.cp.async_.wait_group(S - 1)
+            if not p.gather:
+                T.ptx.cp.async_.wait_group(0 if after == "packing" else AHEAD)
             T.cuda.cta_sync()
         for ti in T.serial(T.ceildiv(NTL - g0, G)):
             for q in T.unroll(NSUM):
@@ -191,9 +211,9 @@ def batch_last_kernel(p: LastPlan) -> Any:
             for kc in T.serial(KC):
                 it: T.let = ti * KC + kc
                 at: T.let = X0 + it % S * XS
-                T.ptx.cp.async_.wait_group(S - 2)
+                T.ptx.cp.async_.wait_group(AHEAD - 1)
                 T.cuda.cta_sync()
-                issue(it + S - 1)
+                issue(it + AHEAD)
                 T.ptx.cp.async_.commit_group()
                 for kt in T.unroll(KT):
                     load_weights(at + WO if stream else kc * WC, kt)

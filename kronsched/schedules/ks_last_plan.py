@@ -3,10 +3,13 @@
     slice (i, l, j-chunk)   weights W[i, j, k, l] of JB outputs and all k: resident in shared memory, or streamed
     tile  (NB samples)      X[i, k, l, n] of KS steps of k at a time, through a ring of S stages
 
-For each slice a product (JB × c) · (c × NB): weights are the m16 operand, samples the n8 operand. A unit of 128 bytes of samples
-takes E instructions (E elements make 16 bytes): lane (g, t) of a warp loads 16 bytes of samples at k = 4·q + t, which are its
-operands of all E instructions. Which 16 bytes (`chunk_of`) is chosen so that a store of the results, 16 bytes a lane, writes 64
-neighbouring bytes of a row j.
+For each slice a product (JB × c) · (c × NB). Lane (g, t) of a warp loads 16 bytes of samples at k = 4·q + t: E elements,
+which are its operands of several instructions.
+
+    mma.sync    weights are the m16 operand, samples the n8 operand: E instructions for 128 bytes of samples. Which 16 bytes a
+                lane takes (`chunk_of`) is chosen so that a store, 16 bytes a lane, writes 64 neighbouring bytes of a row j.
+    wgmma       samples are operand A (two rows of each instruction: E / 2 instructions), weights operand B, in shared memory.
+                Lanes take neighbouring 16 bytes (or 8: knob `vector`), and a store writes 128 (64) bytes of a row j.
 
 Read first: `LastPlan`, `chunk_of`, `weight_at`.
 """
@@ -19,7 +22,8 @@ from math import ceil, gcd
 from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
-from kronsched.schedules.ks_mma_plan import LANES, LONG_SUM, check_limits, check_warps
+from kronsched.schedules.ks_mma_limits import LANES, check_limits, check_warps, check_wgmma
+from kronsched.schedules.ks_mma_plan import LONG_SUM, SMALL_OPERAND
 from kronsched.space import Config
 from kronsched.workloads.ks import KSMatmul, Pattern
 
@@ -46,6 +50,10 @@ class LastPlan:
     stages: int
     stream: bool
     min_blocks: int
+    wgmma: bool = False
+    vector: int = 16  # bytes of samples that a lane loads at once
+    after: str = ""  # as in MmaPlan
+    gather: bool = False  # blocks put their weights in order themselves
 
     @cached_property
     def item(self) -> int:
@@ -54,8 +62,18 @@ class LastPlan:
 
     @cached_property
     def per16(self) -> int:
-        """E: elements of 16 bytes, and instructions along a unit of samples."""
+        """Elements of 16 bytes."""
         return 16 // self.item
+
+    @cached_property
+    def lane_n(self) -> int:
+        """E: samples of a lane's load."""
+        return self.vector // self.item
+
+    @cached_property
+    def parts(self) -> int:
+        """Parts a packed weight has: the high and the low one of TF32 when wgmma reads it, else the weight itself."""
+        return 2 if self.wgmma and self.item == 4 else 1
 
     @cached_property
     def k_step(self) -> int:
@@ -75,7 +93,7 @@ class LastPlan:
     @cached_property
     def nb(self) -> int:
         """NB: samples of a tile."""
-        return UNIT_BYTES // self.item * self.units * self.warps_n
+        return 8 * self.lane_n * self.units * self.warps_n
 
     @cached_property
     def threads(self) -> int:
@@ -110,13 +128,14 @@ class LastPlan:
 
     @cached_property
     def pitch(self) -> int:
-        """Bytes from k to k of X in shared memory: 16 modulo 128, without bank conflicts for the loads of a warp."""
-        return self.nb * self.item + 16
+        """Bytes from k to k of X in shared memory, without bank conflicts for the loads of a warp."""
+        wanted = 32 if self.wgmma else 16
+        return self.nb * self.item + (wanted - self.nb * self.item) % 128
 
     @cached_property
     def chunk_words(self) -> int:
         """Words of the weights of a chunk of k."""
-        return self.jb * self.ks * self.item // 4
+        return self.jb * self.ks * self.item // 4 * self.parts
 
     @cached_property
     def stage_words(self) -> int:
@@ -141,7 +160,7 @@ class LastPlan:
     @cached_property
     def sums(self) -> int:
         """Accumulators of a thread."""
-        return self.mj * self.units * self.per16 * 4
+        return self.mj * self.units * self.lane_n * 4
 
     @cached_property
     def two_sums(self) -> bool:
@@ -149,17 +168,36 @@ class LastPlan:
         return self.dtype == "float32" and self.pattern[2] > LONG_SUM
 
     @cached_property
+    def buffers(self) -> int:
+        """Operands A of wgmma that a thread holds: the next one is made while one is read, where they are small."""
+        return 2 if not self.fresh and self.units * 2 * self.lane_n * self.parts <= SMALL_OPERAND else 1
+
+    @cached_property
+    def ahead(self) -> int:
+        """Chunks fetched before they are needed: one stage less where wgmma may still read the streamed weights of the last."""
+        return self.stages - (2 if self.wgmma and not self.fresh and self.stream and self.stages > 2 else 1)
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Whether each product of wgmma starts new sums, which are added to the long ones by rounded additions."""
+        return self.wgmma and self.two_sums
+
+    @cached_property
     def registers(self) -> int:
         """An estimate of the registers of a thread."""
-        operands = 4 * self.mj * (2 if self.item == 4 else 1) + 4 * self.own
-        return self.sums * (2 if self.two_sums else 1) + operands + _OTHER_REGISTERS
+        held = self.units * 2 * self.lane_n * self.buffers if self.wgmma else 4 * self.mj
+        loaded = self.vector // 4 * self.own * (self.units if self.wgmma else 1)
+        operands = held * (2 if self.item == 4 else 1) + loaded
+        short = self.mj * 8 if self.fresh else self.sums
+        return self.sums + (short if self.two_sums else 0) + operands + _OTHER_REGISTERS
 
 
 def plan_last(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> LastPlan:
     """The plan of one factor: knobs, cut to the extents. Raises InvalidConfig for a config that cannot be built."""
     _, b, c, _ = pattern
-    per16 = 16 // DTYPES[w.dtype].itemsize
-    units_n = ceil(w.batch / (8 * per16))
+    item, wgmma = DTYPES[w.dtype].itemsize, config["mma"] == "wgmma"
+    per16, vector = 16 // item, int(config["vector"]) if wgmma else 16
+    units_n = ceil(w.batch / (8 * vector // item))
     mj, units = min(int(config["mj"]), ceil(b / 16)), min(int(config["units"]), units_n)
     plan = LastPlan(
         pattern=pattern,
@@ -173,8 +211,12 @@ def plan_last(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> 
         ks=2 * per16 * min(int(config["ksteps"]), ceil(c / (2 * per16))),
         stages=int(config["stages"]),
         stream=config["weights"] == "stream",
+        gather=config["weights"] == "gather",
         min_blocks=int(config["min_blocks"]),
+        wgmma=wgmma,
+        vector=vector,
     )
+    check_wgmma(wgmma, plan.warps_n, device)
     check_limits(plan, device)
     blocks = device.units * plan.min_blocks * int(config["waves"])
     plan = replace(plan, grid_tiles=min(plan.tiles, max(1, blocks // plan.slice_count)))
@@ -193,16 +235,27 @@ def chunk_of(column: Any) -> Any:
 def weight_at(p: LastPlan, index: Any) -> tuple[Any, Any, Any, Any]:
     """(i, j, k, l) of an element of the weights in fragment order; j or k may be beyond the pattern (padding: zero).
 
-    Order: slice (i, l, j-chunk), chunk of k, k step, 16 outputs, lane, half of k, half of the outputs, element of a word.
+    Order: slice (i, l, j-chunk), chunk of k, k step, part, 16 outputs, then
+        mma.sync  lane, half of k, half of the outputs, element of a word
+        wgmma     half of the outputs, half of k, output, element of 16 bytes
     """
     per_word = 4 // p.item
     part, word = index % per_word, index // per_word
-    upper, half, word = word % 2, word // 2 % 2, word // 4
-    t, row, word = word % 4, word // 4 % 8, word // LANES
-    tile, word = word % (p.jb // 16), word // (p.jb // 16)
+    if p.wgmma:  # core matrices of 8 outputs × 16 bytes of k
+        t, row, word = word % 4, word // 4 % 8, word // LANES
+        half, upper, word = word % 2, word // 2 % 2, word // 4
+    else:
+        upper, half, word = word % 2, word // 2 % 2, word // 4
+        t, row, word = word % 4, word // 4 % 8, word // LANES
+    tile, word = word % (p.jb // 16), word // (p.jb // 16) // p.parts
     step, word = word % (p.ks // p.k_step), word // (p.ks // p.k_step)
     chunk, slice_ = word % p.chunks, word // p.chunks
     d = p.pattern[3]
     k = chunk * p.ks + step * p.k_step + (half * per_word + part) * 4 + t
     j = slice_ % p.j_slices * p.jb + tile * 16 + upper * 8 + row
     return slice_ // (p.j_slices * d), j, k, slice_ // p.j_slices % d
+
+
+def low_weight(p: LastPlan, index: Any) -> Any:
+    """Whether an element of the packed weights is a low part (`parts` = 2)."""
+    return index // (p.jb * p.k_step) % 2 == 1

@@ -1,14 +1,11 @@
 """The batch-first tensor-core Kronecker-sparse kernel as a TIRx tile program. See ks_mma_plan.py for the tiling and its letters.
 
     weights (fragment order) ── cp.async ── shared, once (resident) or with every chunk (stream)
-    tiles of X               ── cp.async ── ring of stages ── registers ── mma ── sums ── registers ── Y
+    tiles of X               ── cp.async ── ring of stages ── registers ── mma or wgmma ── sums ── Y (ks_mma_stores.py)
 
 A block owns a slice and walks over tiles of samples; its groups of warps share the weights and walk over tiles of their own. A
 lane's loads from a stage hold the operands of all its l: 16-bit halves are regrouped by prmt, without ldmatrix.
 float32 goes through TF32 three times: with x = hi + lo, x·w ≈ lo·hi + hi·lo + hi·hi, hi rounded to 11 bits, sums in float32.
-
-Stores (knob `store`): "direct" from registers; "pair": two neighbouring lanes exchange halves, so that 32 bytes of a j are
-written at a time; "staged": through shared memory, so that whole rows of the slice are.
 
 Read first: `batch_first_kernel`: its last part, then `issue`, `multiply`.
 """
@@ -18,43 +15,42 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from kronsched.schedules.ks_mma_parts import MMA, PACK, VECTOR, half_selector, high_part, inside, low_part
-from kronsched.schedules.ks_mma_plan import LANES, LONG_SUM, MmaPlan, own_j, x_word
+from kronsched.schedules.ks_gather import gathering
+from kronsched.schedules.ks_mma_limits import LANES
+from kronsched.schedules.ks_mma_parts import KIND, MMA, WGMMA, group_barrier, half_selector, high_part, inside, low_part
+from kronsched.schedules.ks_mma_plan import LONG_SUM, MmaPlan, x_word
+from kronsched.schedules.ks_mma_stores import stores
+from kronsched.schedules.ks_pack import Packing
 
 
-def batch_first_kernel(p: MmaPlan) -> Any:
-    """The PrimFunc over x, the weights in fragment order, and y."""
+def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
+    """The PrimFunc over x, the weights (in fragment order unless they are gathered), and y."""
     a, b, c, d = p.pattern
     B, DT, ITEM, E, DD, Q = p.batch, p.dtype, p.item, p.per16, p.unit_l, p.own
     M, MT, P, LC, LU, LB, JB, KS, S, NG = p.rows, p.mt, p.pairs, p.lc, p.l_units, p.lb, p.jb, p.ks, p.stages, p.groups
     WM, WJ, NT, KC, KT, G = p.warps_m, p.warps_j, p.group_threads, p.chunks, p.ks // p.k_step, p.grid_rows
     NTL, NSL, (_, nJ, nL) = p.tiles, p.slice_count, p.slices
     XR, YR, RW, LW = a * c * d, a * b * d, p.raw_words, p.load_words
-    wide, small, stream, two_sums, store = ITEM == 4, p.small, p.stream, p.two_sums, p.store
-    CB, SB, WC, XS = p.copy_bytes, p.store_bytes, p.chunk_words, p.stage_words
+    wide, small, stream, two_sums, fresh = ITEM == 4, p.small, p.stream, p.two_sums, p.fresh
+    CB, WC, XS = p.copy_bytes, p.chunk_words, p.stage_words
     WO, X0 = M * p.pitch // 4, p.resident_words
-    Y0, YP = X0 + NG * S * XS, p.out_pitch // 4
     KPW = 1 if small else KS  # pieces of X: (row, k, part of the l), or (row, part of the k and l)
     PPK = (KS * d if small else LB) * ITEM // CB
     NP = M * KPW * PPK
-    ragged_n, ragged_k, ragged_l, ragged_j = B % (M * NG) != 0, c % KS != 0, d % LB != 0, b % JB != 0
+    ragged_n, ragged_k, ragged_l = B % (M * NG) != 0, c % KS != 0, d % LB != 0
     NWL = KC * WC // 4
-    NX = NG * G
+    NX, AHEAD = NG * G, p.ahead
     NSUM = p.sums
     FLUSH = max(1, LONG_SUM // 2 // KS)
     mma = MMA[DT]
-    pack = PACK.get(DT, "")
+    wg, after, JC, PW_LOW = p.wgmma, p.after, JB // 16, JB * p.k_step * ITEM // 16
+    product_wg = WGMMA.format(n=16 * P, k=p.k_step, kind=KIND[DT])
+    tail = () if wide else (0,)  # operand B is K-major
     load, load_x = "ld.shared.v4.b32", "ld.shared.v4.b32" if LW == 4 else "ld.shared.v2.b32"
     copy_x = f"cp.async.{'cg' if CB == 16 else 'ca'}.shared.global"
-    put = f"st.global{VECTOR[SB]}.b32"
-    SW = SB // 4
     OW = DD * ITEM  # words of the 4 outputs j × DD l of a lane
-    # Staged stores: pieces of a row of the slice.
-    run = (JB * d if small else LB) * ITEM
-    YPJ = run // SB
-    NYP = M * (1 if small else JB) * YPJ
-    put_staged = f"st.shared{VECTOR[16 if OW % 4 == 0 else 8]}.b32"
-    PW = 4 if OW % 4 == 0 else 2
+    sync_group, store_tile = group_barrier(NG, NT), stores(p)
+    gather = gathering(p.pattern, DT, packing, p.resident_words, NT * NG)
 
     def pair_of(ul, q):
         """Elements of a lane's load that make its operand word number q (16-bit): k numbers 2q and 2q + 1."""
@@ -66,17 +62,25 @@ def batch_first_kernel(p: MmaPlan) -> Any:
             return 0, (kt * p.k_step * d + t * Q * d) * ITEM + w * 4
         return kt * p.k_step + w // 4 * 4 + t, (wl * LC + lu * E) * ITEM
 
-    def sum_at(mt, ul, jp, q, h):
-        """The accumulator of result q (below 4) of a lane: instruction q // 2, column q % 2, row half h."""
-        return (((mt * LC + ul) * P + jp) * 2 + q // 2) * 4 + h * 2 + q % 2
+    def operand_at(mt, ul):
+        """First of the 4 words of operand A: of each l where wgmma reads them later."""
+        return (mt * DD + ul) * 4 if wg and not fresh else mt * 4
 
-    def out_sum(mt, lu, jp, h, index):
-        return sum_at(mt, lu * DD + index % DD, jp, index // DD, h)
+    AB = p.buffers  # operands A that are held
+    NA = MT * 4 * (2 if fresh else DD * AB if wg else 1)
+    NACC = MT * P * 8 if fresh else NSUM
+
+    def weights_at(weights, kt, ul, wj, wl):
+        """Where operand B begins, in units of 16 bytes, as the descriptor counts."""
+        return weights // 4 + (((wl * LC + ul) * KT + kt) * (JC * p.parts) + wj * P) * LANES
+
+    # Nothing is read that another kernel may still write: see KSTensorCore.apply.
+    wait_first = after in ("factor", "any") or (stream and after == "packing")
 
     @T.prim_func
     def ks(
         x: T.Buffer((B * XR,), DT),
-        wf: T.Buffer((p.weight_elements,), DT),
+        wf: T.Buffer((a * b * c * d if p.gather else p.weight_elements,), DT),
         y: T.Buffer((B * YR,), DT),
     ):
         T.device_entry()
@@ -98,23 +102,17 @@ def batch_first_kernel(p: MmaPlan) -> Any:
         g: T.let = lane // 4
         t: T.let = lane % 4
         smem = T.alloc_buffer((p.shared_words,), "uint32", scope="shared.dyn", align=128)
-        acc = T.alloc_local([NSUM], "float32")
+        acc = T.alloc_local([NACC], "float32")
         tot = T.alloc_local([NSUM if two_sums else 1], "float32")
         raw = T.alloc_local([MT * 2 * RW], "uint32")
-        A = T.alloc_local([MT * 4], "uint32")
-        Al = T.alloc_local([MT * 4 if wide else 1], "uint32")
+        A = T.alloc_local([NA], "uint32")
+        Al = T.alloc_local([NA if wide else 1], "uint32")
+        desc = T.alloc_local([1], "uint64")
         wr = T.alloc_local([4], "uint32")
         bh = T.alloc_local([4], "uint32")
         bl = T.alloc_local([4], "uint32")
         ow = T.alloc_local([2 * OW], "uint32")
         ex = T.alloc_local([4], "uint32")
-
-        @T.inline
-        def sync_group():
-            if NG == 1:
-                T.cuda.cta_sync()
-            else:
-                T.ptx.bar.sync(T.Cast("uint32", grp + 1), T.uint32(NT))
 
         @T.inline
         def copy_weights(to, chunk, count, threads, me):
@@ -171,18 +169,22 @@ def batch_first_kernel(p: MmaPlan) -> Any:
                         )
 
         @T.inline
-        def operands(ul):
+        def operands(ul, to_a):
             for mt in T.unroll(MT):
                 for h in T.unroll(2):
                     for q in T.unroll(2):
                         base = T.meta_var((mt * 2 + h) * RW)
                         if wide:
-                            A[mt * 4 + q * 2 + h] = high_part(raw[base + q * DD + ul])
-                            Al[mt * 4 + q * 2 + h] = low_part(raw[base + q * DD + ul], A[mt * 4 + q * 2 + h])
+                            to = T.meta_var(to_a + operand_at(mt, ul) + q * 2 + h)
+                            A[to] = high_part(raw[base + q * DD + ul])
+                            Al[to] = low_part(raw[base + q * DD + ul], A[to])
                         else:
                             lo, hi = T.meta_var(pair_of(ul, q))
                             T.ptx["prmt.b32"](
-                                A[mt * 4 + q * 2 + h], raw[base + lo // 2], raw[base + hi // 2], half_selector(lo % 2, hi % 2)
+                                A[to_a + operand_at(mt, ul) + q * 2 + h],
+                                raw[base + lo // 2],
+                                raw[base + hi // 2],
+                                half_selector(lo % 2, hi % 2),
                             )
 
         @T.inline
@@ -200,7 +202,7 @@ def batch_first_kernel(p: MmaPlan) -> Any:
         @T.inline
         def multiply(weights, kt, lu):
             for ul in T.unroll(DD):
-                operands(ul)
+                operands(ul, 0)
                 for jp in T.unroll(P):
                     T.ptx[load](
                         *[wr[z] for z in range(4)],
@@ -219,87 +221,85 @@ def batch_first_kernel(p: MmaPlan) -> Any:
                         product(A, wr, lu * DD + ul, jp)
 
         @T.inline
-        def words(mt, h, jp, lu, to):
-            """The lane's results as words, in the order of memory: (j, l)."""
-            for w in T.unroll(OW):
-                if wide:
-                    ow[to + w] = T.reinterpret("uint32", acc[out_sum(mt, lu, jp, h, w)])
-                else:
-                    T.ptx[pack](ow[to + w], acc[out_sum(mt, lu, jp, h, 2 * w + 1)], acc[out_sum(mt, lu, jp, h, 2 * w)])
+        def warpgroup_product(left, from_a, weights, ul, mt, more):
+            T.ptx[product_wg](
+                *[acc[(mt if fresh else mt * LC + ul) * P * 8 + r] for r in range(P * 8)],
+                *[left[from_a + operand_at(mt, ul % DD) + r] for r in range(4)],
+                desc[0] + T.Cast("uint64", weights),
+                T.bool(more),
+                1,
+                1,
+                *tail,
+            )
 
         @T.inline
-        def store_pair(row, jp, lu):
-            """Words of two neighbouring units of l are in ow: even lanes store the first one for both j, odd lanes the second."""
-            for ch in T.unroll(4):
-                for q in T.unroll(4):
-                    T.ptx["shfl_sync.bfly.b32"](
-                        ex[q],
-                        T.Select(t % 2 == 0, ow[OW + ch * 4 + q], ow[ch * 4 + q]),
-                        T.uint32(1),
-                        T.uint32(31),
-                        T.uint32(0xFFFFFFFF),
-                    )
-                for z in T.unroll(2):
-                    j = T.meta_var(jb * JB + (wj * P + jp) * 16 + ch * 4 + t // 2 * 2 + z)
-                    if inside((ragged_n, row < B), (ragged_j, j < b)):
-                        T.ptx["st.global.v4.b32"](
-                            y.ptr_to([row * YR + ib * (b * d) + j * d + lb * LB + wl * LC + (lu + t % 2) * E]),
-                            *[
-                                T.Select(t % 2 == z, T.Select(t % 2 == 0, ow[ch * 4 + q], ow[OW + ch * 4 + q]), ex[q])
-                                for q in range(4)
-                            ],
+        def multiply_fresh(weights, kt, lu):
+            operands(0, 0)
+            for ul in T.unroll(DD):
+                a0 = T.meta_var(ul % 2 * (MT * 4))
+                start: T.let = weights_at(weights, kt, lu * DD + ul, wj, wl)
+                T.ptx.wgmma.fence.sync.aligned()
+                for mt in T.unroll(MT):
+                    warpgroup_product(A, a0, start + PW_LOW, 0, mt, False)
+                    warpgroup_product(Al, a0, start, 0, mt, True)
+                    warpgroup_product(A, a0, start, 0, mt, True)
+                T.ptx.wgmma.commit_group.sync.aligned()
+                if ul + 1 < DD:
+                    operands(ul + 1, (ul + 1) % 2 * (MT * 4))
+                T.ptx.wgmma.wait_group.sync.aligned(0)
+                for mt in T.unroll(MT):
+                    for r in T.unroll(P * 8):
+                        tot[(mt * LC + lu * DD + ul) * P * 8 + r] = (
+                            tot[(mt * LC + lu * DD + ul) * P * 8 + r] + acc[mt * P * 8 + r]
                         )
 
         @T.inline
-        def store_direct(row, jp, lu):
-            for w in T.unroll(OW // SW):
-                # Position in the (j, l) of the row.
-                j = T.meta_var(jb * JB + (wj * P + jp) * 16 + own_j(p, t, 0 if small else w * SW // 4))
-                m = T.meta_var(w * SW * 4 // ITEM if small else lb * LB + wl * LC + lu * E + w * SW % 4 * 4 // ITEM)
-                if inside((ragged_n, row < B), (ragged_j, j * d + m < b * d if small else j < b), (ragged_l, m < d)):
-                    T.ptx[put](y.ptr_to([row * YR + ib * (b * d) + j * d + m]), *[ow[w * SW + z] for z in range(SW)])
+        def multiply_wg(weights, kt, lu):
+            a0 = T.meta_var((kt * LU + lu) % AB * (MT * 4 * DD))
+            if AB == 1:
+                T.ptx.wgmma.wait_group.sync.aligned(0)  # operand A is free again
+            for ul in T.unroll(DD):
+                operands(ul, a0)
+            T.ptx.wgmma.fence.sync.aligned()
+            for ul in T.unroll(DD):
+                start: T.let = weights_at(weights, kt, lu * DD + ul, wj, wl)
+                for mt in T.unroll(MT):
+                    if wide:
+                        warpgroup_product(A, a0, start + PW_LOW, lu * DD + ul, mt, True)
+                        warpgroup_product(Al, a0, start, lu * DD + ul, mt, True)
+                    warpgroup_product(A, a0, start, lu * DD + ul, mt, True)
+            T.ptx.wgmma.commit_group.sync.aligned()
+            if AB == 2:
+                T.ptx.wgmma.wait_group.sync.aligned(1)  # the other operand A is free again
 
-        @T.inline
-        def stage_out(row, jp, lu):
-            for w in T.unroll(OW // PW):
-                j = T.meta_var((wj * P + jp) * 16 + own_j(p, t, 0 if small else w * PW // 4))
-                m = T.meta_var(w * PW * 4 if small else (wl * LC + lu * E) * ITEM + w * PW % 4 * 4)
-                T.ptx[put_staged](
-                    smem.ptr_to([Y0 + (grp * M + row) * YP + (j * (LB * ITEM) + m) // 4]), *[ow[w * PW + z] for z in range(PW)]
-                )
-
-        @T.inline
-        def store_staged(tile):
-            for e in T.unroll(T.ceildiv(NYP, NT)):
-                piece: T.let = e * NT + tx
-                row: T.let = piece // (NYP // M)
-                j: T.let = 0 if small else piece // YPJ % JB
-                part: T.let = piece % YPJ
-                n: T.let = tile * M + row
-                m: T.let = part * (SB // ITEM) if small else lb * LB + part * (SB // ITEM)
-                if inside(
-                    (NYP % NT != 0, piece < NYP),
-                    (ragged_n, n < B),
-                    (ragged_j, jb * (JB * d) + m < b * d if small else jb * JB + j < b),
-                    (ragged_l, m < d),
-                ):
-                    T.ptx[f"ld.shared{VECTOR[SB]}.b32"](
-                        *[ex[z] for z in range(SW)],
-                        smem.ptr_to([Y0 + (grp * M + row) * YP + (j * (LB * ITEM) + part * SB) // 4]),
-                    )
-                    T.ptx[put](y.ptr_to([n * YR + ib * (b * d) + (jb * JB + j) * d + m]), *[ex[z] for z in range(SW)])
-
-        if not stream:
+        if p.gather and after == "factor":
+            gather(wf, smem, sl, txa)
+        if not stream and not p.gather and after != "packing":
             copy_weights(0, 0, NWL, NT * NG, txa)
             T.ptx.cp.async_.commit_group()
-        for s in T.unroll(S - 1):
+        if wait_first:
+            T.ptx.griddepcontrol.wait()
+        for s in T.unroll(AHEAD):
             issue(s)
             T.ptx.cp.async_.commit_group()
+        if p.gather and after != "factor":
+            gather(wf, smem, sl, txa)
+        if not stream and not p.gather and after == "packing":
+            T.ptx.griddepcontrol.wait()
+            copy_weights(0, 0, NWL, NT * NG, txa)
+            T.ptx.cp.async_.commit_group()
+        if after != "":
+            T.ptx.griddepcontrol.launch_dependents()
         if not stream:
-            T.ptx.cp.async_.wait_group(S - 1)
+            if not p.gather:
+                T.ptx.cp.async_.wait_group(0 if after == "packing" else AHEAD)
+            if wg:
+                T.ptx.fence.proxy.async_.shared__cta()
             T.cuda.cta_sync()
+        if wg:
+            T.cuda.wgmma.encode_matrix_descriptor(T.address_of(desc), smem.ptr_to([0]), 8, 16, 0)
         for ti in T.serial(T.ceildiv(NTL - g0, NX)):
-            for q in T.unroll(NSUM):
+            for q in T.unroll(NACC):
                 acc[q] = T.float32(0)
             if two_sums:
                 for q in T.unroll(NSUM):
@@ -307,42 +307,35 @@ def batch_first_kernel(p: MmaPlan) -> Any:
             for kc in T.serial(KC):
                 it: T.let = ti * KC + kc
                 at: T.let = X0 + (grp * S + it % S) * XS
-                T.ptx.cp.async_.wait_group(S - 2)
-                sync_group()
-                issue(it + S - 1)
+                T.ptx.cp.async_.wait_group(AHEAD - 1)
+                if wg and ((stream and AHEAD == S - 1) or (AB == 2 and KT * LU % 2 == 1)):
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                if wg and stream:
+                    T.ptx.fence.proxy.async_.shared__cta()
+                sync_group(grp)
+                issue(it + AHEAD)
                 T.ptx.cp.async_.commit_group()
                 for kt in T.unroll(KT):
                     for lu in T.unroll(LU):
                         load_rows(at, kt, lu)
-                        multiply(at + WO if stream else kc * WC, kt, lu)
-                if two_sums:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
+                        if fresh:
+                            multiply_fresh(at + WO if stream else kc * WC, kt, lu)
+                        elif wg:
+                            multiply_wg(at + WO if stream else kc * WC, kt, lu)
+                        else:
+                            multiply(at + WO if stream else kc * WC, kt, lu)
+                if two_sums and not fresh:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
                     if kc % FLUSH == FLUSH - 1 or kc == KC - 1:
                         for q in T.unroll(NSUM):
                             tot[q] = tot[q] + acc[q]
                             acc[q] = T.float32(0)
-            if two_sums:
-                for q in T.unroll(NSUM):
-                    acc[q] = tot[q]
+            if wg:
+                T.ptx.wgmma.wait_group.sync.aligned(0)
             tile: T.let = g0 + ti * NX
-            for mt in T.unroll(MT):
-                for h in T.unroll(2):
-                    row: T.let = (wm * MT + mt) * 16 + h * 8 + g
-                    for jp in T.unroll(P):
-                        if store == "pair":
-                            for lu in T.unroll(LU // 2):
-                                words(mt, h, jp, 2 * lu, 0)
-                                words(mt, h, jp, 2 * lu + 1, OW)
-                                store_pair(tile * M + row, jp, 2 * lu)
-                        else:
-                            for lu in T.unroll(LU):
-                                words(mt, h, jp, lu, 0)
-                                if store == "staged":
-                                    stage_out(row, jp, lu)
-                                else:
-                                    store_direct(tile * M + row, jp, lu)
-            if store == "staged":
-                sync_group()
-                store_staged(tile)
+            if two_sums:
+                store_tile(tile, y, smem, tot, ow, ex, grp, tx, wm, wj, wl, g, t, ib, jb, lb)
+            else:
+                store_tile(tile, y, smem, acc, ow, ex, grp, tx, wm, wj, wl, g, t, ib, jb, lb)
         T.ptx.cp.async_.wait_group(0)
 
     return ks

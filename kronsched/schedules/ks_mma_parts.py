@@ -11,6 +11,8 @@ MMA = {
     "bfloat16": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
     "float32": "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32",
 }
+WGMMA = "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}"
+KIND = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32"}
 PACK = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}
 """Two float32 to a word: the first operand goes to the high half."""
 VECTOR = {4: "", 8: ".v2", 16: ".v4"}
@@ -39,3 +41,16 @@ def low_part(word: Any, high: Any) -> Any:
 def half_selector(low_at: Any, high_at: Any) -> Any:
     """Selector of `prmt.b32` for a word of half `low_at` (0 or 1) of its first operand, half `high_at` of its second above."""
     return T.uint32(0x5410) + T.Cast("uint32", low_at * 0x22 + high_at * 0x2200)
+
+
+def group_barrier(groups: int, threads: int) -> Any:
+    """The inline function that is a barrier of one of the groups of a block, each of so many threads."""
+
+    @T.inline
+    def sync_group(group):  # type: ignore[no-untyped-def]
+        if groups == 1:
+            T.cuda.cta_sync()
+        else:
+            T.ptx.bar.sync(T.Cast("uint32", group + 1), T.uint32(threads))
+
+    return sync_group

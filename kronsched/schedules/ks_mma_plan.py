@@ -18,21 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, gcd
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
+from kronsched.schedules.ks_mma_limits import LANES, check_limits, check_warps, check_wgmma
 from kronsched.space import Config
 from kronsched.workloads.ks import KSMatmul, Pattern
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
 
-LANES = 32
-LONG_SUM = 192
-"""Steps of k after which a float32 sum moves to a second set of registers: tensor cores do not round their sums to nearest."""
+SMALL_OPERAND = 16
+"""Registers of an operand A of wgmma, at most, of which a thread holds two."""
+LONG_SUM = 64
+"""Longest float32 sum, in steps of k, that stays in one set of registers. Tensor cores truncate when they accumulate; a
+longer sum moves to a second set, by rounded additions, every `LONG_SUM` / 2 steps or one chunk."""
 _OTHER_REGISTERS = 48
-_BLOCK_SHARED = 1024  # what CUDA keeps of the shared memory of an SM for each block
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class MmaPlan:
     stream: bool
     store: str
     min_blocks: int
+    wgmma: bool = False
+    after: str = ""  # beside what it may start: "packing" of the weights, the "factor" before it, "any" kernel, or nothing
+    gather: bool = False  # blocks put their weights in order themselves
 
     # -- elements and instructions ------------------------------------------------------------------
 
@@ -187,7 +192,12 @@ class MmaPlan:
     @cached_property
     def chunk_words(self) -> int:
         """Words of the weights of a chunk of k."""
-        return self.jb * self.ks * self.lb * self.item // 4
+        return self.jb * self.ks * self.lb * self.item // 4 * self.parts
+
+    @cached_property
+    def parts(self) -> int:
+        """Parts a packed weight has: the high and the low one of TF32 when wgmma reads it, else the weight itself."""
+        return 2 if self.wgmma and self.item == 4 else 1
 
     @cached_property
     def stage_words(self) -> int:
@@ -229,10 +239,28 @@ class MmaPlan:
         return self.dtype == "float32" and self.pattern[2] > LONG_SUM
 
     @cached_property
+    def buffers(self) -> int:
+        """Operands A of wgmma that a thread holds: the next one is made while one is read, where they are small."""
+        return 2 if self.mt * 4 * self.unit_l * self.parts <= SMALL_OPERAND else 1
+
+    @cached_property
+    def ahead(self) -> int:
+        """Chunks fetched before they are needed: one stage less where wgmma may still read the streamed weights of the last."""
+        return self.stages - (2 if self.wgmma and not self.fresh and self.stream and self.stages > 2 else 1)
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Whether each product of wgmma starts new sums, which are added to the long ones by rounded additions."""
+        return self.wgmma and self.two_sums
+
+    @cached_property
     def registers(self) -> int:
         """An estimate of the registers of a thread."""
-        sums = self.sums * (2 if self.two_sums else 1)
-        return sums + self.mt * 2 * self.raw_words + self.mt * 4 * (2 if self.item == 4 else 1) + _OTHER_REGISTERS
+        short = self.mt * self.pairs * 8 if self.fresh else self.sums
+        sums = self.sums + (short if self.two_sums else 0)
+        held = 2 if self.fresh else self.unit_l * self.buffers if self.wgmma else 1
+        operands = self.mt * 4 * (2 if self.item == 4 else 1) * held
+        return sums + self.mt * 2 * self.raw_words + operands + _OTHER_REGISTERS
 
 
 def plan_mma(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> MmaPlan:
@@ -260,8 +288,10 @@ def plan_mma(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> M
         stages=int(config["stages"]),
         groups=min(knob["groups"], ceil(w.batch / (16 * mt * warps_m))),
         stream=config["weights"] == "stream",
+        gather=config["weights"] == "gather",
         store=str(config["store"]),
         min_blocks=int(config["min_blocks"]),
+        wgmma=config["mma"] == "wgmma",
     )
     if plan.store == "pair" and (plan.small or plan.l_units % 2 or d % (2 * per16) or plan.store_bytes < 16):
         plan = replace(plan, store="direct")  # there are no two whole units to exchange
@@ -274,49 +304,12 @@ def plan_mma(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> M
 
 def _check(p: MmaPlan, device: Device) -> None:
     """Raise InvalidConfig for a plan that cannot be built."""
+    check_wgmma(p.wgmma, p.warps_m, device)
     if p.stream and p.groups > 1:
         raise InvalidConfig("groups share resident weights: weights=stream needs groups=1")
     if not p.small and p.lb * p.item > 64:
         raise InvalidConfig(f"a slice of {p.lb} l is more than 64 bytes")
     check_limits(p, device)
-
-
-class Limited(Protocol):
-    """The figures of a plan that the device limits."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-
-    @property
-    def min_blocks(self) -> int:
-        """Blocks that must fit on an SM."""
-
-    @property
-    def registers(self) -> int:
-        """Registers of a thread."""
-
-    @property
-    def shared_words(self) -> int:
-        """Words of shared memory of a block."""
-
-
-def check_limits(p: Limited, device: Device) -> None:
-    """Raise InvalidConfig, naming the limit, where a plan has too many threads, registers or bytes of shared memory."""
-    if p.threads > device.max_threads_per_block or p.threads * p.min_blocks > device.max_threads_per_sm:
-        raise InvalidConfig(f"{p.threads} threads a block, {p.min_blocks} blocks an SM: more than {device.name} allows")
-    allowed = min(255, device.registers_per_sm // (p.threads * p.min_blocks) // 8 * 8)
-    if p.registers > allowed:
-        raise InvalidConfig(f"about {p.registers} registers a thread, {allowed} are left")
-    available = min(device.shared_per_block, device.shared_per_sm // p.min_blocks - _BLOCK_SHARED)
-    if 4 * p.shared_words > available:
-        raise InvalidConfig(f"{4 * p.shared_words} bytes of shared memory, {available} are left for a block")
-
-
-def check_warps(p: Limited, blocks: int, device: Device) -> None:
-    """Raise InvalidConfig where a grid that fills the GPU leaves an SM fewer than 4 warps: nothing would hide its waits."""
-    if blocks >= device.units * p.min_blocks and p.threads * p.min_blocks < 4 * LANES:
-        raise InvalidConfig(f"{p.threads * p.min_blocks} threads an SM are too few")
 
 
 # -- index maps: plain arithmetic, on ints or TVM expressions ---------------------------------------------
@@ -335,13 +328,19 @@ def own_j(p: MmaPlan, lane: Any, q: Any) -> Any:
 def weight_at(p: MmaPlan, index: Any) -> tuple[Any, Any, Any, Any]:
     """(i, j, k, l) of an element of the weights in fragment order; j, k or l may be beyond the pattern (padding: zero).
 
-    Order: slice (i, j-chunk, l-chunk), chunk of k, l, k step, pair of instructions, lane, instruction, half, element of a word.
+    Order: slice (i, j-chunk, l-chunk), chunk of k, l, k step, part, 16 outputs j, then
+        mma.sync  lane, 8 outputs, half of k, element of a word
+        wgmma     8 outputs, half of k, output, element of 16 bytes
     """
     per_word = 4 // p.item
     part, word = index % per_word, index // per_word
-    half, e, word = word % 2, word // 2 % 2, word // 4
-    t, column, word = word % 4, word // 4 % 8, word // LANES
-    pair, word = word % (p.jb // 16), word // (p.jb // 16)
+    if p.wgmma:  # core matrices of 8 columns × 16 bytes of k
+        t, column, word = word % 4, word // 4 % 8, word // LANES
+        half, e, word = word % 2, word // 2 % 2, word // 4
+    else:
+        half, e, word = word % 2, word // 2 % 2, word // 4
+        t, column, word = word % 4, word // 4 % 8, word // LANES
+    pair, word = word % (p.jb // 16), word // (p.jb // 16) // p.parts
     step, word = word % (p.ks // p.k_step), word // (p.ks // p.k_step)
     m, word = word % p.lb, word // p.lb
     chunk, slice_ = word % p.chunks, word // p.chunks
@@ -349,6 +348,11 @@ def weight_at(p: MmaPlan, index: Any) -> tuple[Any, Any, Any, Any]:
     k = chunk * p.ks + step * p.k_step + own_k(p, t, half * per_word + part)
     j = slice_ // nl % nj * p.jb + pair * 16 + own_j(p, column // 2, e * 2 + column % 2)
     return slice_ // (nl * nj), j, k, slice_ % nl * p.lb + m
+
+
+def low_weight(p: MmaPlan, index: Any) -> Any:
+    """Whether an element of the packed weights is a low part (`parts` = 2)."""
+    return index // (p.jb * p.k_step) % 2 == 1
 
 
 def x_word(p: MmaPlan, row: Any, k: Any, byte: Any) -> Any:

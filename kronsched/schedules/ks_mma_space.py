@@ -5,28 +5,24 @@ Pure arithmetic on the plans of both layouts, no TVM.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from kronsched.errors import InvalidConfig
-from kronsched.schedules.ks_last_plan import LastPlan
-from kronsched.schedules.ks_mma_plan import MmaPlan
+from kronsched.schedules.ks_mma_cost import Constants, Plan, demand_of, parts_us, predict
+from kronsched.schedules.ks_mma_limits import LANES
 from kronsched.space import Config, Knob, Value
 from kronsched.workloads.ks import KSMatmul, pattern_in, pattern_out
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
 
-# Constants of the predicted time. It ranks configs where nothing was measured; it is no claim.
-_IN_FLIGHT = 32 * 1024  # bytes an SM must have under way to keep its share of the memory busy: bandwidth × latency
-_MMA_SHARE = 0.6  # of the peak rate that mma.sync reaches on Hopper
-_SHARED_RATE = 128 * 1.7  # shared-memory bytes a nanosecond of an SM
-_PACK_US = 2.0  # the launch that packs the weights
-_SECTOR = 32
-
-Plan = MmaPlan | LastPlan
+CONSTANTS = Constants()
+_KINDS = ("mma", "weights")
+_TOGETHER = (("warps_m", "warps_j"), ("warps_n", "warps_j"), ("pairs", "warps_j"), ("mj", "warps_j"), ("ksteps", "stages"))
+_STARTS = 3
 Planner = Callable[[Config], Sequence[Plan]]
 
 
@@ -54,20 +50,46 @@ def canonical_config(config: Config, values: Mapping[str, tuple[Value, ...]], pl
 def least_predicted(
     values: Mapping[str, tuple[Value, ...]], few: Mapping[str, tuple[Any, ...]], plan: Planner, w: KSMatmul, device: Device
 ) -> dict[str, Value]:
-    """The config of least predicted time among the values of `few`, else among all; InvalidConfig when none is valid."""
+    """A config of little predicted time: the best of `few` values for each way to multiply and to hold weights, then improved.
+
+    Improved means: one knob after another, and the pairs of `_TOGETHER`, to the best of all values, until nothing changes.
+    Raises InvalidConfig when no config is valid.
+    """
+
+    def time(config: Config) -> float:
+        try:
+            return predicted_us(plan(config), device)
+        except InvalidConfig:
+            return math.inf
+
+    starts: dict[tuple[Value, ...], tuple[float, dict[str, Value]]] = {}
     for wanted in (few, values):
-        best: tuple[float, dict[str, Value]] | None = None
-        for config in _product({k: [v for v in wanted[k] if v in listed] or listed[:1] for k, listed in values.items()}):
-            try:
-                plans = plan(config)
-            except InvalidConfig:
-                continue
-            time = mma_features(w, plans, device)["predicted_us"]
-            if best is None or time < best[0]:
-                best = time, config
-        if best is not None:
-            return best[1]
-    raise InvalidConfig(f"no config is valid for {w.label} on {device.name}")
+        for config in _product({k: [v for v in wanted.get(k, ()) if v in listed] or listed[:1] for k, listed in values.items()}):
+            found, kind = time(config), tuple(config[k] for k in _KINDS if k in config)
+            if found < starts.get(kind, (math.inf,))[0]:
+                starts[kind] = found, config
+        if starts:
+            break
+    if not starts:
+        raise InvalidConfig(f"no config is valid for {w.label} on {device.name}")
+    best = sorted(starts.values(), key=lambda start: start[0])[:_STARTS]
+    return min((_improved(start, values, time) for start in best), key=lambda end: end[0])[1]
+
+
+def _improved(
+    start: tuple[float, dict[str, Value]], values: Mapping[str, tuple[Value, ...]], time: Callable[[Config], float]
+) -> tuple[float, dict[str, Value]]:
+    """(time, config) that no move of `least_predicted` makes faster."""
+    moves = [tuple(k for k in names if k in values) for names in (*((k,) for k in values), *_TOGETHER)]
+    best, changed = start, True
+    while changed:
+        changed = False
+        for names in moves:
+            for change in _product({k: values[k] for k in names}):
+                config = {**best[1], **change}
+                if config != best[1] and (found := time(config)) < best[0]:
+                    best, changed = (found, config), True
+    return best
 
 
 def _product(knobs: Mapping[str, Sequence[Value]]) -> list[dict[str, Value]]:
@@ -78,88 +100,46 @@ def _product(knobs: Mapping[str, Sequence[Value]]) -> list[dict[str, Value]]:
 
 
 def mma_features(w: KSMatmul, plans: Sequence[Plan], device: Device) -> dict[str, float]:
-    """Waves, occupancy, bytes through each memory level, and a predicted time; times in µs, sizes as named."""
-    parts = [_features(p, _geometry(p), device) for p in plans]
+    """What the launches ask of the GPU, and a predicted time; µs, sizes as named. Of a chain: sums, or its slowest part."""
+    parts = [_features(p, device) for p in plans]
     main = max(parts, key=lambda one: one["predicted_us"])
-    total = ("global_mb", "l2_mb", "shared_mb", "roofline_us", "predicted_us", "mma_us")
-    out = {name: sum(one[name] for one in parts) if name in total else value for name, value in main.items()}
-    return {**out, "launches": 2.0 * len(plans), "intensity": w.flops / max(1.0, 1e6 * out["global_mb"])}
+    out = {name: sum(one[name] for one in parts) if name.endswith(("_us", "_mb")) else value for name, value in main.items()}
+    launches = sum(1 if p.gather else 2 for p in plans)
+    return {**out, "launches": float(launches), "intensity": w.flops / max(1.0, 1e6 * out["global_mb"])}
 
 
-@dataclass(frozen=True)
-class _Geometry:
-    """What the layouts differ in. Bytes of a slice's weights; times a tile's weights and rows are read from shared memory."""
-
-    rows: int
-    outputs: int  # padded (i, j, l) of all slices
-    groups: int
-    blocks_a_slice: int
-    j_slices: int
-    slice_bytes: int
-    weight_reads: int
-    row_reads: int
-    run_in: int
-    run_out: int
-    sectors_out: float  # sectors touched for each that is needed
+def predicted_us(plans: Sequence[Plan], device: Device) -> float:
+    """The predicted time alone."""
+    return sum(predict(p, demand_of(p, device), device, CONSTANTS) for p in plans)
 
 
-def _geometry(p: Plan) -> _Geometry:
-    slice_bytes = 4 * p.chunks * p.chunk_words
-    if isinstance(p, LastPlan):
-        run = p.nb * p.item
-        outputs = p.slice_count * p.jb
-        return _Geometry(p.nb, outputs, 1, p.grid_tiles, p.j_slices, slice_bytes, p.warps_n, p.warps_j, run, 64, 1.0)
-    d = p.pattern[3]
-    run_in = p.ks * d * p.item if p.small else p.lb * p.item
-    whole = p.jb * d * p.item if p.small else p.lb * p.item
-    run_out = {"staged": whole, "pair": 32, "direct": 16}[p.store]
-    outputs = p.slice_count * p.jb * p.lb
-    spread = 1 + 0.5 * (_SECTOR / min(_SECTOR, run_out) - 1)
-    return _Geometry(
-        p.rows, outputs, p.groups, p.grid_rows, p.slices[1], slice_bytes, p.warps_m, p.warps_j, run_in, run_out, spread
-    )
-
-
-def _features(p: Plan, s: _Geometry, device: Device) -> dict[str, float]:
+def _features(p: Plan, device: Device) -> dict[str, float]:
     a, b, c, d = p.pattern
-    x_bytes, y_bytes = p.item * p.batch * pattern_in(p.pattern), p.item * p.batch * pattern_out(p.pattern)
-    w_bytes, blocks = p.item * a * b * c * d, p.slice_count * s.blocks_a_slice
-    per_sm = max(1, min(p.min_blocks, device.shared_per_sm // (4 * p.shared_words + 1024)))
-    waves = blocks / (device.units * per_sm)
-    rounds = ceil(p.tiles / (s.groups * s.blocks_a_slice))
-    loads, stores = x_bytes * _SECTOR / min(_SECTOR, s.run_in), y_bytes * s.sectors_out
-    weights = s.slice_bytes * (p.tiles * p.slice_count if p.stream else blocks)
-    memory = (loads * (1 + 0.3 * (s.j_slices - 1)) + stores + 0.3 * weights + w_bytes) / device.bandwidth_gbs / 1e3
-    padded = 2.0 * p.tiles * s.rows * s.outputs * p.chunks * p.ks
-    rate = device.peak_gflops.get("float16", 4 * device.peak_gflops["float32"]) * _MMA_SHARE / (1 if p.item == 2 else 6)
-    mma = padded / rate / 1e3
-    shared = p.tiles * p.slice_count * s.weight_reads * s.slice_bytes + x_bytes * s.j_slices * (1 + s.row_reads)
-    flight = per_sm * s.groups * (p.stages - 1) * 4 * p.stage_words
-    warps = per_sm * p.threads // 32
-    busy, fed = min(1.0, 0.4 + 0.6 * flight / _IN_FLIGHT), min(1.0, warps / 8)
-    round_efficiency = p.tiles / (s.groups * s.blocks_a_slice * rounds)
-    wave_efficiency = waves / ceil(waves)
-    slowest = max(memory / busy, mma / fed, shared / (_SHARED_RATE * device.units) / 1e3)
+    need = demand_of(p, device)
+    parts = parts_us(p, need, device, CONSTANTS)
+    least = p.item * (p.batch * (pattern_in(p.pattern) + pattern_out(p.pattern)) + a * b * c * d)
+    waves = need.blocks / (device.units * need.per_sm)
+    products = 3 if p.item == 4 else 1
     return {
-        "global_mb": (x_bytes + y_bytes + w_bytes) / 1e6,
-        "l2_mb": (loads * s.j_slices + stores + weights) / 1e6,
-        "shared_mb": shared / 1e6,
-        "roofline_us": max((x_bytes + y_bytes + w_bytes) / device.bandwidth_gbs / 1e3, mma),
-        "predicted_us": slowest / (round_efficiency * wave_efficiency) + _PACK_US,
-        "mma_us": mma,
-        "useful_flops": 2.0 * p.batch * a * b * c * d / padded,
+        **parts,
+        "predicted_us": predict(p, need, device, CONSTANTS),
+        "roofline_us": max(least / device.bandwidth_gbs / 1e3, parts["mma_us"]),
+        "global_mb": least / 1e6,
+        "l2_mb": need.l2 / 1e6,
+        "shared_mb": need.shared / 1e6,
+        "useful_flops": products * 2.0 * p.batch * a * b * c * d / need.flops,
         "shared_kb": 4 * p.shared_words / 1024,
-        "blocks": float(blocks),
-        "blocks_per_sm": float(per_sm),
-        "warps_per_sm": float(warps),
+        "blocks": float(need.blocks),
+        "blocks_per_sm": float(need.per_sm),
+        "warps_per_sm": float(need.per_sm * p.threads // LANES),
         "waves": waves,
-        "wave_efficiency": wave_efficiency,
-        "rounds": float(rounds),
-        "round_efficiency": round_efficiency,
-        "in_flight_kb": flight / 1024,
+        "wave_efficiency": waves / ceil(waves),
+        "rounds": float(need.rounds),
+        "round_efficiency": need.even,
+        "in_flight_kb": need.flight / 1024,
         "registers": float(p.registers),
         "sums": float(p.sums),
         "slices": float(p.slice_count),
-        "coalesced_in": float(min(128, s.run_in)),
-        "coalesced_out": float(min(128, s.run_out)),
+        "coalesced_in": float(min(128, need.run_in)),
+        "coalesced_out": float(min(128, need.run_out)),
     }

@@ -1,4 +1,4 @@
-"""What the KSMatmul schedules share: the tensors of a chain, packing of weights, spaces without repeats."""
+"""What the KSMatmul schedules share: the tensors of a chain, spaces without repeats."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from kronsched.space import Config, Knob, SearchSpace
 from kronsched.workloads.base import TensorSpec
 from kronsched.workloads.ks import KSMatmul, pattern_out
 
-_PACK_THREADS = 256
-
 
 def factor_tensors(w: KSMatmul, scratch_dtype: str) -> Iterator[tuple[TensorSpec, TensorSpec, TensorSpec]]:
     """(source, weight, target) of each factor; all targets but the last are scratch tensors t0, t1, … laid out like x."""
@@ -24,34 +22,6 @@ def factor_tensors(w: KSMatmul, scratch_dtype: str) -> Iterator[tuple[TensorSpec
             target = TensorSpec(f"t{i}", (w.batch, size) if w.batch_first else (size, w.batch), scratch_dtype)
         yield source, weight, target
         source = target
-
-
-def pack_weights(
-    weight: TensorSpec, packed: TensorSpec, at: Callable[[Any], tuple[Any, Any, Any, Any]], padded: tuple[int, int, int]
-) -> Any:
-    """The PrimFunc that copies weights (a, b, c, d) into fragment order, one element a thread.
-
-    at: flat index of `packed` -> (i, j, k, l).  padded: extents that j, k and l reach; beyond b, c and d the copy is zero.
-    """
-    import tvm
-    from tvm import s_tir, te, tirx
-
-    w = te.placeholder(weight.shape, name=weight.name, dtype=weight.dtype)
-
-    def element(index: Any) -> Any:
-        i, *jkl = at(index)
-        value = w[(i, *jkl)]
-        for position, extent, reach in zip(jkl, weight.shape[1:], padded, strict=True):
-            if reach > extent:
-                value = tirx.if_then_else(position < extent, value, tirx.const(0, weight.dtype))
-        return value
-
-    copy = te.compute(packed.shape, element, name=packed.name)
-    sch = s_tir.Schedule(tvm.IRModule({"main": te.create_prim_func([w, copy])}))
-    block, thread = sch.split(sch.get_loops(packed.name)[0], [None, _PACK_THREADS])
-    sch.bind(block, "blockIdx.x")
-    sch.bind(thread, "threadIdx.x")
-    return sch.mod["main"]
 
 
 def checked_space(name: str, knobs: Sequence[Knob], canonical: Callable[[Config], Config]) -> SearchSpace:

@@ -9,7 +9,7 @@ import torch
 
 from kronsched import KronMatmul
 from kronsched.bench import peers
-from kronsched.bench.peers import PEERS, PeerUnavailable, peers_of, register_peer
+from kronsched.bench.peers import PEERS, PeerUnavailable, kron, peers_of, register_peer
 from kronsched.dtypes import DTYPES
 from kronsched.measure.check import max_relative_error
 
@@ -42,8 +42,8 @@ def test_a_family_without_peers_has_its_baseline() -> None:
 
 def test_a_registered_peer_takes_the_place_of_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PEERS", {})
-    register_peer("mine", "fast", peers.torch_shuffle)
-    assert dict(peers_of("mine")) == {"fast": peers.torch_shuffle}
+    register_peer("mine", "fast", kron.torch_shuffle)
+    assert dict(peers_of("mine")) == {"fast": kron.torch_shuffle}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_fastkron_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPat
             raise outcome
         return outcome
 
-    monkeypatch.setattr(peers.subprocess, "run", run)
-    found = peers._fastkron_fault.__wrapped__("cuda:0")  # not the cached one
+    monkeypatch.setattr(kron.subprocess, "run", run)
+    found = kron._fastkron_fault.__wrapped__("cuda:0")  # not the cached one
     assert reason in found and bool(found) == bool(reason)

@@ -1,20 +1,28 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+import kronsched
 from kronsched import KronMatmul
 from kronsched.bench import tuning
 from kronsched.bench.run import load_module
 from kronsched.bench.suites import Case
-from kronsched.bench.tuning import Logs, build_best, known_count, prebuild, tune_cases
+from kronsched.bench.tuning import BuiltAhead, Logs, build_best, known_count, prebuild, tune_cases
 from kronsched.errors import UnsupportedError
 from kronsched.hardware import resolve_target
 from kronsched.measure.crew import Crew
 
 CPU = resolve_target("cpu")
 CASES = [Case(KronMatmul(m, ((4, 4), (2, 2)))) for m in (3, 4)]
+
+
+def _pools(crew: Crew) -> list[object]:
+    builders, runners = crew.workers()
+    return [workers._pool for workers in (builders, *runners)]
 
 
 def test_logs_are_one_file_or_one_a_workload() -> None:
@@ -28,14 +36,14 @@ def test_two_shapes_are_tuned_by_the_same_workers_and_not_again(tmp_path: Path) 
     logs, said = Logs(folder=tmp_path), list[str]()
     with Crew(CPU, builders=1) as crew:
         tune_cases(CASES, CPU, 2, logs, crew, say=said.append)
-        pools = [workers._pool for workers in crew.workers()]
+        pools = _pools(crew)
         assert all(pool is not None and pool.active for pool in pools)  # closing a measurer ended none of them
         assert [known_count(c.workload, CPU, logs) for c in CASES] == [2, 2]
         tune_cases(CASES, CPU, 2, logs, crew, say=said.append)
         assert [known_count(c.workload, CPU, logs) for c in CASES] == [2, 2]
         tune_cases(CASES[:1], CPU, 3, logs, crew, say=said.append)
         assert known_count(CASES[0].workload, CPU, logs) == 3
-        assert [workers._pool for workers in crew.workers()] == pools
+        assert _pools(crew) == pools
     assert "2 trials" in said[0] and "best" in said[0] and "none added" in said[2] and "1 trials" in said[4]
     module = load_module(CASES[0].workload, CPU, logs)
     assert module.measured and str(tmp_path) in module.origin
@@ -62,12 +70,48 @@ def test_a_shape_that_cannot_be_tuned_is_passed_over(tmp_path: Path, monkeypatch
 def test_building_ahead_builds_what_load_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KRONSCHED_CACHE_DIR", str(tmp_path / "cache"))
     workload = KronMatmul(7, ((3, 3),))
-    build_best(workload, CPU, None)
+    build_best(workload, CPU)
     built = {p.name for p in (tmp_path / "cache" / "artefacts").iterdir() if p.is_dir()}
     assert len(built) == 1 and load_module(workload, CPU, Logs()).artefact.name in built
+
+
+class InlineCrew:
+    """A crew whose builders work at once, in this process."""
+
+    def workers(self) -> tuple[InlineCrew, list[object]]:
+        return self, []
+
+    def schedule(self, function: Callable[..., object], *args: object, timeout: float) -> Future[object]:
+        future = Future[object]()
+        try:
+            future.set_result(function(*args))
+        except Exception as e:
+            future.set_exception(e)
+        return future
+
+
+def test_what_was_built_ahead_is_what_load_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KRONSCHED_CACHE_DIR", str(tmp_path / "cache"))
+    log = tmp_path / "log.jsonl"
+    kronsched.tune(CASES[0].workload, target="cpu", trials=1, log=log, builders=1)
+    ahead = BuiltAhead(CASES, CPU, Logs(file=log), InlineCrew())  # type: ignore[arg-type]
+    for case, measured in zip(CASES, (True, False), strict=True):
+        module, loaded = ahead.module(case.workload), load_module(case.workload, CPU, Logs(file=log))
+        assert (module.measured, module.origin, module.config) == (loaded.measured, loaded.origin, loaded.config)
+        assert module.measured is measured and module.expected_us == loaded.expected_us
+
+
+def test_what_no_builder_built_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*args: object) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(tuning, "build_best", die)
+    monkeypatch.setattr(tuning, "load_module", lambda workload, device, logs: workload.label)
+    ahead = BuiltAhead(CASES[:1], CPU, Logs(), InlineCrew())  # type: ignore[arg-type]
+    assert ahead.module(CASES[0].workload) == CASES[0].workload.label  # type: ignore[comparison-overlap]
 
 
 def test_few_shapes_start_no_workers() -> None:
     with Crew(CPU) as crew:
         prebuild(CASES, CPU, Logs(), crew)
-        assert all(workers._pool is None for workers in crew.workers())
+        assert not any(_pools(crew))

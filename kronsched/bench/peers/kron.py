@@ -1,31 +1,22 @@
-"""Who else computes a workload, one function a peer: (workload, inputs) -> a callable that returns the result.
-
-Read first: `peers_of`, `register_peer`. A peer that is not installed, or cannot serve the workload here, raises `PeerUnavailable`
-with one line. A peer gets its tensors in the layout it likes best, prepared before the clock starts.
-"""
+"""Peers for Kron-Matmul: the shuffle algorithm in torch, GPyTorch, FastKron."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kronsched.errors import KronschedError
+from kronsched.bench.peers.base import PeerUnavailable
 
 if TYPE_CHECKING:
     import torch
 
+    from kronsched.bench.peers.base import Peer
     from kronsched.workloads.base import Workload
 
-    Peer = Callable[[Workload, Sequence[torch.Tensor]], Callable[[], Any]]
-
 PROBE_TIMEOUT_S = 120
-
-
-class PeerUnavailable(KronschedError):
-    """The peer is not installed or cannot serve this workload."""
 
 
 def torch_shuffle(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -77,29 +68,7 @@ def fastkron(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[],
     return call
 
 
-def baseline(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
-    """What the family itself names as the way without kronsched (`baseline` of the workload), for families without peers."""
-    found = getattr(workload, "baseline", None)
-    if found is None:
-        raise PeerUnavailable(f"family {workload.family!r} names no baseline")
-    call: Callable[[], Any] = found(*inputs)[1]
-    return call
-
-
-PEERS: dict[str, dict[str, Peer]] = {
-    "kron": {"torch_shuffle": torch_shuffle, "gpytorch": gpytorch, "fastkron": fastkron},
-}
-"""Peers by family and name."""
-
-
-def peers_of(family: str) -> Mapping[str, Peer]:
-    """The peers of a family; where it has none of its own, its baseline."""
-    return PEERS.get(family) or {"baseline": baseline}
-
-
-def register_peer(family: str, name: str, peer: Peer) -> None:
-    """Add a peer from outside: `peer(workload, inputs)` returns a callable without arguments that computes the result."""
-    PEERS.setdefault(family, {})[name] = peer
+PEERS: dict[str, Peer] = {"torch_shuffle": torch_shuffle, "gpytorch": gpytorch, "fastkron": fastkron}
 
 
 _FASTKRON_PROBE = """

@@ -1,0 +1,231 @@
+"""Tunes a grid of shapes in one go: what is good for one shape is tried on its neighbours, and time goes where it gains most.
+
+    propose (builders) ──► build (builders, several shapes ahead) ──► check and time (runner, a shape at a time) ──► log, tell
+
+The builders of a crew work on coming shapes while the runner measures the present one. Every now and then a builder trains the
+cost models anew from the log, and proposals are ranked by them.
+
+Read first: `tune_grid`, then grid_search.py (which shape is next) and grid_propose.py (what is tried).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kronsched import registry
+from kronsched.bench.grid_ahead import Ahead
+from kronsched.bench.grid_propose import Ask, propose
+from kronsched.bench.grid_search import GridSearch, Visit
+from kronsched.bench.tuning import Logs
+from kronsched.cost_model.pretrained import train
+from kronsched.errors import KronschedError, UnsupportedError
+from kronsched.hardware import Device, measure_ceilings
+from kronsched.measure.crew import Crew
+from kronsched.measure.live import LiveMeasurer
+from kronsched.measure.timing import TimingPlan
+from kronsched.records.database import default_log, matches_device
+from kronsched.records.journal import Journal
+from kronsched.records.schema import TuningRecord, record_of
+
+if TYPE_CHECKING:
+    from kronsched.measure.base import Measured
+    from kronsched.space import Candidate
+    from kronsched.workloads.base import Workload
+
+PLAN = TimingPlan(budget_s=0.015, wanted=20, fewest=5, sample_us=200.0)
+"""A grid needs many short looks; the bench times what they found again."""
+AHEAD = 3
+"""Candidates that are being built, in multiples of the builders."""
+GUESSED_PACE, PACED = 8.0, 50
+"""Candidates a second that are assumed before so many were measured."""
+PROPOSE_TIMEOUT_S, TRAIN_TIMEOUT_S = 60.0, 600.0
+TRAIN_FIRST, TRAIN_GROWTH = 120, 1.5
+"""Records before the first training, and by how much they must have grown before each other one."""
+
+
+@dataclass
+class _Coming:
+    """A visit on its way: first proposals, then builds."""
+
+    visit: Visit
+    proposals: Future[list[Candidate]]
+    candidates: list[Candidate] = field(default_factory=list)
+    folder: Path | None = None
+
+
+def tune_grid(
+    workloads: Sequence[Workload],
+    device: Device,
+    trials: int,
+    logs: Logs,
+    *,
+    seconds: float | None = None,
+    targets: Mapping[str, float] | None = None,
+    builders: int | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Tune many shapes of like families on a device of this machine; returns how many candidates were measured.
+
+    trials: most records a shape gets; those in its log count.  seconds: nothing new is measured after so long.  targets: see
+    `GridSearch`.  What was measured is in the logs at every moment. Raises UnsupportedError for a device that is not here.
+    """
+    if not device.present:
+        raise UnsupportedError(f"target={device.name!r} is not on this machine: nothing can be measured")
+    device = measure_ceilings(device)
+    search = GridSearch(workloads, device, trials, targets)
+    run = _GridRun(search, device, logs, seed, say)
+    run.read_logs()
+    with Crew(device, builders) as crew, tempfile.TemporaryDirectory(prefix="kronsched-grid-") as folder:
+        return run.loop(crew, Path(folder), seconds)
+
+
+class _GridRun:
+    def __init__(self, search: GridSearch, device: Device, logs: Logs, seed: int, say: Callable[[str], None]) -> None:
+        self.search, self.device, self.logs, self.seed, self.say = search, device, logs, seed, say
+        self.begin = time.perf_counter()
+        self.measured = 0
+        self._first_result = self.begin
+        self._schedules = {s.workload.key: registry.schedules_for(s.workload, device) for s in search.shapes}
+        self._train_at = TRAIN_FIRST
+        self._training: Future[Any] | None = None
+        self._said = 0.0
+
+    def read_logs(self) -> None:
+        """Tell what the logs know already; a file of many shapes is read once."""
+        own = {s.workload.key for s in self.search.shapes}
+        for path in dict.fromkeys(self._log(s.workload) for s in self.search.shapes):
+            if path.is_file():
+                for record in Journal(path).read():
+                    if record.workload_key in own and matches_device(record, self.device):
+                        self.search.tell(record)
+
+    def loop(self, crew: Crew, folder: Path, seconds: float | None) -> int:
+        """Until time or trials are up."""
+        ahead = Ahead(crew)
+        coming: deque[_Coming] = deque()
+        models = folder / "models"
+        while True:
+            over = seconds is not None and time.perf_counter() - self.begin > seconds
+            while not over and self._wanted(coming, crew):
+                visit = self.search.next_visit([c.visit.index for c in coming], self._budget(seconds, coming))
+                if visit is None:
+                    break
+                coming.append(_Coming(visit, ahead.submit(propose, self._ask(visit, models), timeout=PROPOSE_TIMEOUT_S)))
+            self._start_builds(coming, ahead, folder)
+            if not coming or over:
+                break
+            self._measure(coming.popleft(), ahead, folder)
+            self._train(ahead, models)
+            self._report()
+        self._report(last=True)
+        return self.measured
+
+    def _budget(self, seconds: float | None, coming: Sequence[_Coming]) -> float:
+        """How many more candidates can be asked for before time is up, at the pace so far."""
+        if seconds is None:
+            return math.inf
+        now = time.perf_counter()
+        pace = self.measured / (now - self._first_result) if self.measured >= PACED else GUESSED_PACE
+        return pace * (self.begin + seconds - now) - sum(c.visit.trials for c in coming)
+
+    def _wanted(self, coming: Sequence[_Coming], crew: Crew) -> bool:
+        if self.device.kind == "cpu":  # builds would disturb the times
+            return not coming
+        return sum(c.visit.trials for c in coming) < AHEAD * crew.count or len(coming) < 2
+
+    def _ask(self, visit: Visit, models: Path) -> Ask:
+        shape = self.search.shapes[visit.index]
+        names = tuple(s.name for s in self._schedules[shape.workload.key])
+        wanted = names if visit.defaults is None else tuple(n for n in names if n in visit.defaults)
+        trained = models if models.is_dir() else ""
+        return Ask(
+            shape.workload,
+            self.device,
+            wanted,
+            visit.hints,
+            tuple(shape.asked),
+            visit.trials,
+            self.seed + 1000 * visit.index + shape.visits,
+            str(trained),
+        )
+
+    def _start_builds(self, coming: Sequence[_Coming], ahead: Ahead, folder: Path, wait: bool = False) -> None:
+        """Queue builds of every visit whose proposals are there. wait: for those of the first."""
+        for i, one in enumerate(coming):
+            if one.folder is not None or not (one.proposals.done() or (wait and i == 0)):
+                continue
+            shape = self.search.shapes[one.visit.index]
+            try:
+                one.candidates = one.proposals.result()
+            except Exception as e:  # the builder died, or a schedule fails in a way of its own: the shape is left as it is
+                self.say(f"{shape.workload.label}: no proposals: {type(e).__name__}: {e}")
+            one.folder = Path(tempfile.mkdtemp(dir=folder))
+            shape.asked.update(one.candidates)
+            shape.exhausted = len(one.candidates) < one.visit.trials
+            for number, candidate in enumerate(one.candidates):
+                ahead.build(shape.workload, self.device, candidate, one.folder / str(number))
+
+    def _measure(self, one: _Coming, ahead: Ahead, folder: Path) -> None:
+        self._start_builds([one], ahead, folder, wait=True)
+        workload = self.search.shapes[one.visit.index].workload
+        schedules = self._schedules[workload.key]
+        journal = Journal(self._log(workload))
+        try:
+            with LiveMeasurer(workload, schedules, self.device, crew=ahead, plan=PLAN, seed=self.seed) as measurer:
+                for record in self._records(workload, measurer.measure(one.candidates)):
+                    journal.append(record)
+                    self.search.tell(record)
+                    self._first_result = self._first_result if self.measured else time.perf_counter()
+                    self.measured += 1
+        except KronschedError as e:  # too large for the device, say
+            self.say(f"{workload.label}: not measured: {e}")
+        finally:
+            if one.folder is not None:
+                shutil.rmtree(one.folder, ignore_errors=True)
+
+    def _records(self, workload: Workload, results: Iterator[Measured]) -> Iterator[TuningRecord]:
+        for measured in results:
+            name = measured.candidate.space
+            digest = registry.schedule(name).space(workload, self.device).digest
+            search = {"strategy": "grid", "seed": self.seed, "objective": "time"}
+            yield record_of(workload, self.device, name, digest, measured, search)
+
+    def _train(self, ahead: Ahead, models: Path) -> None:
+        """Start a training in a builder when there is enough that is new."""
+        if self._training is not None and self._training.done():
+            self._training = None
+        if self.measured < self._train_at or self._training is not None:
+            return
+        self._train_at = int(self.measured * TRAIN_GROWTH)
+        family = self.search.shapes[0].workload.family
+        paths = list(dict.fromkeys(self._log(s.workload) for s in self.search.shapes if s.costs))
+        self._training = ahead.submit(_train_models, family, paths, models, timeout=TRAIN_TIMEOUT_S)
+
+    def _log(self, workload: Workload) -> Path:
+        return self.logs.path(workload) or default_log(workload)
+
+    def _report(self, last: bool = False) -> None:
+        now = time.perf_counter() - self.begin
+        if last or now - self._said > 10.0:
+            self._said = now
+            shapes = self.search.shapes
+            shares = sorted(s.floor_us / s.best_us for s in shapes if s.costs and s.best_us < float("inf"))
+            middle = f", median share of the floor {shares[len(shares) // 2]:.0%}" if shares else ""
+            self.say(f"{now:.0f} s: {self.measured} candidates, {len(shares)} of {len(shapes)} shapes{middle}")
+
+
+def _train_models(family: str, logs: Sequence[Path], out: Path) -> None:
+    """In a builder: nothing is lost when it fails."""
+    with contextlib.suppress(KronschedError):
+        train(family, logs, out)

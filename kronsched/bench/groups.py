@@ -1,0 +1,76 @@
+"""Sums up the rows of a large suite by groups: dtype, and for Kronecker-sparse products layout and kind of pattern.
+
+Read first: `group_of`, `groups`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kronsched.bench.row import Row, best_geomean, joules_geomean
+from kronsched.workloads.base import Workload
+from kronsched.workloads.ks import KSMatmul
+
+NEVER_SLOWER = 0.97
+"""A row whose best peer takes less than this share of our time counts as lost; what is nearer is noise."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What some rows have in common.
+
+    rows: timed.  failed: rows without a time of ours.  best_geomean: of the best peer's time / ours, row by row.  lowest: the
+    least of these ratios.  lost: rows below `NEVER_SLOWER`.  over_floor: median of time / floor.  error: the largest.
+    joules_geomean: of our joules / the best peer's, None where they were not measured.
+    """
+
+    name: str
+    rows: int
+    failed: int
+    best_geomean: float | None
+    lowest: float | None
+    lost: int
+    over_floor: float | None
+    error: float | None
+    joules_geomean: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def group_of(workload: Workload) -> str:
+    """Such as "float16 batch_first d>1"; the dtype alone for other families."""
+    if not isinstance(workload, KSMatmul):
+        return workload.compute_dtype
+    kind = "chain" if len(workload.patterns) > 1 else "d=1" if workload.patterns[0][3] == 1 else "d>1"
+    return f"{workload.dtype} {workload.layout} {kind}"
+
+
+def groups(rows: Sequence[Row]) -> list[Group]:
+    """The groups in the order of their first rows."""
+    by_name: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_name[group_of(row.workload)].append(row)
+    return [_group(name, own) for name, own in by_name.items()]
+
+
+def _group(name: str, rows: Sequence[Row]) -> Group:
+    timed = [r for r in rows if r.us]
+    ratios = [r.best_ratio for r in timed if r.best_ratio]
+    errors = [r.error for r in timed if r.error is not None]
+    return Group(
+        name,
+        len(timed),
+        len(rows) - len(timed),
+        best_geomean(timed),
+        min(ratios, default=None),
+        sum(ratio < NEVER_SLOWER for ratio in ratios),
+        statistics.median(r.us / r.floor_us for r in timed if r.us) if timed else None,
+        max(errors, default=None),
+        joules_geomean(timed),
+    )

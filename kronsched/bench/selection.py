@@ -1,0 +1,118 @@
+"""Judges rules that choose between our Kronecker-sparse kernels and torch's formulations, on results of a bench.
+
+Read first: `judge`. The rules: what `ks_matmul` does (`table`: measured; `predictor`: as if the shape had not been measured), the
+rule of ksmm's paper with the threshold that suits each group best, our kernel always, the fastest formulation always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kronsched.bench.groups import group_of
+from kronsched.bench.results import read_rows
+from kronsched.bench.row import Row
+from kronsched.errors import ArgumentError
+from kronsched.nn.ks_select import KERNEL, Entry, Selector, paper_prefers_kernel
+from kronsched.nn.ks_select_library import FORMULATIONS
+from kronsched.workloads.ks import KSMatmul
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How good a rule is.
+
+    regret: geometric mean of the time of what a rule runs / the least time.  worst: the largest of these.  right: share of
+    the shapes where it runs the fastest (within 3%).  library: share where it runs no kernel of ours.
+    """
+
+    group: str
+    rule: str
+    shapes: int
+    regret: float
+    worst: float
+    right: float
+    library: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def entries_of(paths: Sequence[Path]) -> tuple[str, list[Entry]]:
+    """(device, entries) of the ks rows of results; of a shape in several files the last counts. ArgumentError for two devices."""
+    import json
+
+    rows: dict[str, Row] = {}
+    devices: dict[str, None] = {}
+    for path in paths:
+        rows.update(read_rows(path))
+        devices[str(json.loads(path.read_text(encoding="utf-8"))["device"]["name"])] = None
+    if len(devices) > 1:
+        raise ArgumentError(f"the results are of several devices: {', '.join(devices)}")
+    entries = [e for row in rows.values() if (e := _entry(row)) is not None]
+    return next(iter(devices)), entries
+
+
+def judge(entries: Sequence[Entry]) -> list[Verdict]:
+    """Each rule on each group of shapes."""
+    by_group: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_group[group_of(entry.workload)].append(entry)
+    selector = Selector(entries)
+    out = []
+    for group, own in by_group.items():
+        threshold = _best_threshold(own)
+        rules: Mapping[str, Callable[[Entry], str]] = {
+            "table": lambda e: selector.choose(e.workload).name,
+            "predictor": lambda e: selector.choose(e.workload, measured=False).name,
+            f"paper, (b+c)/(bc) ≥ {threshold:.3g}": lambda e, t=threshold: _by_paper(e, t),  # type: ignore[misc]
+            "kernel always": lambda e: KERNEL,
+            "library always": lambda e: e.best_library or KERNEL,
+        }
+        out += [_verdict(group, name, own, rule) for name, rule in rules.items()]
+    return out
+
+
+def _verdict(group: str, name: str, entries: Sequence[Entry], rule: Callable[[Entry], str]) -> Verdict:
+    ratios, library = [], 0
+    for entry in entries:
+        choice = rule(entry)
+        library += choice != KERNEL
+        ratios.append(_time(entry, choice) / _least(entry))
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    right = sum(ratio <= 1.03 for ratio in ratios) / len(ratios)
+    return Verdict(group, name, len(ratios), mean, max(ratios), right, library / len(ratios))
+
+
+def _time(entry: Entry, name: str) -> float:
+    """The time of a choice; of one that there is not, the worst there is."""
+    times = {**entry.library_us, **({KERNEL: entry.kernel_us} if entry.kernel_us else {})}
+    return times.get(name) or max(times.values())
+
+
+def _least(entry: Entry) -> float:
+    return min([*entry.library_us.values(), *([entry.kernel_us] if entry.kernel_us else [])])
+
+
+def _by_paper(entry: Entry, threshold: float) -> str:
+    kernel = all(paper_prefers_kernel(p, threshold) for p in entry.workload.patterns)
+    return KERNEL if kernel else entry.best_library or KERNEL
+
+
+def _best_threshold(entries: Sequence[Entry]) -> float:
+    """The threshold of the paper's rule with which these shapes take the least time: more than its users could know."""
+    ratios = sorted({(b + c) / (b * c) for e in entries for _, b, c, _ in e.workload.patterns})
+    candidates = [0.0, *ratios, math.inf]
+    return min(candidates, key=lambda t: sum(math.log(_time(e, _by_paper(e, t))) for e in entries))
+
+
+def _entry(row: Row) -> Entry | None:
+    if not isinstance(row.workload, KSMatmul):
+        return None
+    library = {name: us for name, us in row.peers.items() if us and name in FORMULATIONS}
+    return Entry(row.workload, row.us, library) if library else None

@@ -1,0 +1,299 @@
+"""Kernel or library: which of our kernels and torch's own formulations serves a Kronecker-sparse product fastest on a device.
+
+What both took was measured for many patterns (`kronsched bench ks`) and kept in tables (`kronsched select`). A pattern of a table
+gets what was fastest; another one gets what its nearest neighbours say. Where nothing near was measured, our kernel runs.
+
+Read first: `Selector.choose`, `choice_for` (to look at a choice), `LibraryCalls` (what `ks_matmul`
+asks). Source of `paper_prefers_kernel`: arXiv 2405.15013.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kronsched.errors import ArgumentError, RecordError, UnsupportedError
+from kronsched.records.schema import RecordWarning
+from kronsched.workloads.ks import KSMatmul, Pattern
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kronsched.hardware import Device
+
+FORMAT = 1
+FOLDER = "library"
+FILE = "ks*.json"
+KERNEL = "kernel"
+CLEARLY = 0.03
+"""Share of our time that a measured library must save; less is noise."""
+CLEARLY_PREDICTED = 0.10
+FAR = 3.0
+"""Octaves, summed over a, b, c, d and the batch, beyond which a measured shape says nothing of another."""
+NEAREST = 4
+BALANCE = {"float16": 150.0, "bfloat16": 150.0, "float32": 20.0, "float64": 10.0}
+"""Operations that a GPU of these days does while it moves a byte."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Times of one shape, microseconds a call: of our kernel (None where it has none) and of formulations by name."""
+
+    workload: KSMatmul
+    kernel_us: float | None
+    library_us: Mapping[str, float]
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What must agree for two shapes to be compared: dtype, layout, number of factors, which of a and d are 1."""
+        return group_of(self.workload)
+
+    @property
+    def best_library(self) -> str | None:
+        """The fastest formulation."""
+        return min(self.library_us, key=lambda name: self.library_us[name]) if self.library_us else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"workload": self.workload.to_dict(), "kernel_us": self.kernel_us, "library_us": dict(self.library_us)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """name: "kernel" or a formulation.  how: "measured", "predicted" or "nothing near was measured"."""
+
+    name: str
+    how: str
+
+
+class Selector:
+    """Chooses for one device from what was measured on it."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        """Entries of one device; of one shape, the first counts."""
+        self._exact: dict[str, Entry] = {}
+        for entry in entries:
+            self._exact.setdefault(entry.workload.key, entry)
+        self._groups: dict[tuple[Any, ...], list[tuple[list[float], Entry]]] = defaultdict(list)
+        for entry in self._exact.values():
+            self._groups[entry.group].append((_place(entry.workload), entry))
+
+    def choose(self, workload: KSMatmul, kernel_us: float | None = None, measured: bool = True) -> Choice:
+        """What to run.
+
+        kernel_us: of our kernel, where a log knows better than the table.  measured: False leaves out what the table knows of
+        this very shape, to judge the prediction.
+        """
+        entry = self._exact.get(workload.key) if measured else None
+        if entry is not None:
+            ours = min((us for us in (entry.kernel_us, kernel_us) if us), default=None)
+            return Choice(_fastest(ours, entry.library_us, CLEARLY), "measured")
+        times = self.predict(workload)
+        if not times:
+            return Choice(KERNEL, "nothing near was measured")
+        kernel = times.pop(KERNEL, None)
+        return Choice(_fastest(kernel, times, CLEARLY_PREDICTED), "predicted")
+
+    def predict(self, workload: KSMatmul) -> dict[str, float]:
+        """What is expected of each name, on a scale of this workload's own: the smaller the faster. Empty when all is far.
+
+        The mean, over the nearest shapes, of the logs of the times, each relative to the bytes and the arithmetic that the
+        formulation has to do.
+        """
+        place = _place(workload)
+        near = [(_distance(place, p), e) for p, e in self._groups.get(group_of(workload), ()) if e.workload != workload]
+        near = sorted((pair for pair in near if pair[0] <= FAR), key=lambda pair: pair[0])[:NEAREST]
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for distance, entry in near:
+            weight = 1.0 / (0.25 + distance) ** 2
+            named = {**entry.library_us, **({KERNEL: entry.kernel_us} if entry.kernel_us else {})}
+            for name, us in named.items():
+                sums[name][0] += weight * math.log(us / _work(name, entry.workload))
+                sums[name][1] += weight
+        # A formulation that only some of the neighbours have was refused by the others.
+        most = max((w for _, w in sums.values()), default=0.0)
+        return {name: math.exp(total / w) * _work(name, workload) for name, (total, w) in sums.items() if w > 0.5 * most}
+
+
+def group_of(workload: KSMatmul) -> tuple[Any, ...]:
+    """See `Entry.group`: whether a or d is 1 decides which formulations there are."""
+    ones = tuple((a == 1, d == 1) for a, _, _, d in workload.patterns)
+    return workload.dtype, workload.layout, ones
+
+
+def paper_prefers_kernel(pattern: Pattern, threshold: float) -> bool:
+    """The rule of ksmm's authors: a sparse kernel pays where (b + c) / (b·c), memory moved over arithmetic, is large."""
+    _, b, c, _ = pattern
+    return (b + c) / (b * c) >= threshold
+
+
+def _fastest(kernel_us: float | None, library_us: Mapping[str, float], margin: float) -> str:
+    best = min(library_us, key=lambda name: library_us[name]) if library_us else None
+    if best is None or (kernel_us is not None and library_us[best] > (1 - margin) * kernel_us):
+        return KERNEL
+    return best
+
+
+def _work(name: str, workload: KSMatmul) -> float:
+    """Bytes moved once, and the arithmetic of a formulation as bytes that a GPU moves meanwhile (a rough balance is enough)."""
+    flops = float(workload.flops)
+    if name == "dense":
+        flops = 2.0 * workload.batch * workload.sizes[0] * workload.sizes[-1]
+    elif name == "block_dense":
+        flops = sum(2.0 * workload.batch * a * b * c * d * d for a, b, c, d in workload.patterns)
+    return workload.min_bytes + flops / BALANCE.get(workload.dtype, BALANCE["float32"])
+
+
+def _place(workload: KSMatmul) -> list[float]:
+    return [math.log2(n) for n in (workload.batch, *(n for p in workload.patterns for n in p))]
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(abs(x - y) for x, y in zip(one, other, strict=True))
+
+
+# -- tables on disk -------------------------------------------------------------------------------------
+
+
+def save_table(path: Path, device: str, entries: Sequence[Entry]) -> None:
+    """Write a table. Raises ArgumentError when the path cannot be written."""
+    lines = ",\n".join("  " + json.dumps(e.to_dict(), separators=(",", ":")) for e in entries)
+    text = f'{{"format": {FORMAT}, "device": {json.dumps(device)}, "entries": [\n{lines}\n]}}\n'
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ArgumentError(f"output={str(path)!r} cannot be written: {e.strerror}") from None
+
+
+def read_table(path: Path) -> tuple[str, list[Entry]]:
+    """(device, entries) of a table. Raises RecordError with one line."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"format={data['format']!r} is not supported, only {FORMAT}")
+        return str(data["device"]), [_entry(item) for item in data["entries"]]
+    except OSError as e:
+        raise RecordError(f"table {str(path)!r} cannot be read: {e.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:  # ArgumentError is a ValueError
+        raise RecordError(f"table {str(path)!r} is damaged: {type(e).__name__}: {e}") from None
+
+
+def _entry(item: Mapping[str, Any]) -> Entry:
+    workload = KSMatmul.from_fields(item["workload"])
+    assert isinstance(workload, KSMatmul)
+    kernel = item["kernel_us"]
+    times = {str(name): float(us) for name, us in item["library_us"].items()}
+    if not all(us > 0 for us in (*times.values(), 1.0 if kernel is None else float(kernel))):
+        raise ValueError("a time is not above 0")
+    return Entry(workload, None if kernel is None else float(kernel), times)
+
+
+@functools.lru_cache(maxsize=8)
+def selector_for(device: str) -> Selector | None:
+    """The selector of a device by name, from the user's and the shipped tables; None where no table is of it."""
+    from kronsched.records.database import search_dirs
+
+    entries: list[Entry] = []
+    for folder in search_dirs():
+        for path in sorted(folder.rglob(f"{FOLDER}/{FILE}")):
+            try:
+                name, found = read_table(path)
+            except RecordError as e:
+                warnings.warn(f"{e}; it is passed over", RecordWarning, stacklevel=2)
+                continue
+            entries += found if name == device else []
+    return Selector(entries) if entries else None
+
+
+def choice_for(workload: KSMatmul, device: str = "auto") -> Choice:
+    """What `ks_matmul` runs for a workload on a device of this machine (or a preset), and why.
+
+    A record of the logs counts where it is faster than the table says. Raises what `resolve_target` raises.
+    """
+    from kronsched.hardware import resolve_target
+    from kronsched.records.database import find_best
+
+    found = resolve_target(device)
+    selector = selector_for(found.name) if found.kind == "cuda" else None
+    if selector is None:
+        return Choice(KERNEL, "nothing near was measured")
+    record = find_best(workload, found)
+    return selector.choose(workload, None if record is None else record.median_us)
+
+
+# -- what ks_matmul asks --------------------------------------------------------------------------------
+
+
+class LibraryCalls:
+    """The batches of one chain that torch's own matmuls serve, and how."""
+
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        layout: str,
+        dtype: str,
+        device: Device,
+        kernel_us: Callable[[int], float | None] = lambda batch: None,
+    ) -> None:
+        """Nothing is read before the first question. kernel_us: what logs say of our kernel for a batch."""
+        self._kernel_us = kernel_us
+        self._patterns, self._layout, self._dtype, self._device = tuple(patterns), layout, dtype, device
+        self._names: dict[int, str | None] = {}
+        self._lock = threading.Lock()
+        self._prepared: Any = None
+
+    def name(self, batch: int) -> str | None:
+        """The formulation for a batch, None for our kernels."""
+        if self._device.kind != "cuda":  # tables are of GPUs
+            return None
+        if batch not in self._names:
+            self._names[batch] = self._choose(batch)
+        return self._names[batch]
+
+    def run(self, name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Y of contiguous or other x by a formulation."""
+        result: Tensor = self._call(name, weights)(x.contiguous())
+        return result
+
+    def _choose(self, batch: int) -> str | None:
+        selector = selector_for(self._device.name)
+        if selector is None:
+            return None
+        from kronsched.nn.ks_select_library import serves
+
+        try:
+            workload = KSMatmul(batch=batch, pattern=self._patterns, dtype=self._dtype, layout=self._layout)
+        except UnsupportedError:
+            return None
+        name = selector.choose(workload, self._kernel_us(batch)).name
+        first = self._layout == "batch_first"
+        return name if name != KERNEL and all(serves(name, p, first) for p in self._patterns) else None
+
+    def _call(self, name: str, weights: Sequence[Tensor]) -> Any:
+        """The prepared formulation, kept while the weights live unchanged; never across the border of a CUDA graph."""
+        import torch
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        from kronsched.nn.ks_select_library import prepared
+
+        capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or any(w.is_inference() for w in weights):
+            return prepared(name, weights, self._layout)
+        state = (name, [(w._version, w.data_ptr()) for w in weights])
+        with self._lock:
+            if self._prepared is None:
+                self._prepared = WeakIdKeyDictionary()
+            known, call = self._prepared.get(weights[0], (None, None))
+            if known != state:
+                call = prepared(name, [w.detach() for w in weights], self._layout)
+                self._prepared[weights[0]] = state, call
+        return call

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kronsched import KSMatmul
+from kronsched.bench import grid, screen
+from kronsched.bench.grid import run_grid
+from kronsched.bench.row import Row
+from kronsched.bench.screen import OURS, Clock, ScreenedContest
+from kronsched.bench.suites import Case
+from kronsched.errors import UnsupportedError
+from kronsched.hardware import PRESETS, resolve_target
+
+CPU = resolve_target("cpu")
+CASES = [Case(KSMatmul(batch=n, pattern=(2, 3, 4, 2))) for n in (4, 5, 6)]
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """torch.cuda with a clock that replays move by what they cost. Graphs are loops that can be told from functions."""
+    world = SimpleNamespace(now=0.0, replays={})
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = world.now
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.at - self.at) / 1e3
+
+    class Graph:
+        def __init__(self, calls: list[Callable[[], Any]]) -> None:
+            self.calls = calls
+
+        def replay(self) -> None:
+            for call in self.calls:
+                call()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda s: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda d: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda d=None: None)
+    monkeypatch.setattr(screen, "repeated", lambda calls, n, device: Graph([calls[i % len(calls)] for i in range(n)]).replay)
+    return world
+
+
+def _contest(world: SimpleNamespace, us: dict[str, float]) -> ScreenedContest:
+    """A contest on the fake clock: each call of a contestant takes its time."""
+    contest = ScreenedContest.__new__(ScreenedContest)
+    contest.device, contest.energy, contest.clocks = PRESETS["nvidia/h200"], False, {}
+    contest._reference, contest.notes, contest.joules = torch.zeros(1), {}, {}
+
+    def call(name: str) -> None:
+        world.now += us[name]
+        world.replays[name] = world.replays.get(name, 0) + 1
+
+    contest._ready = {name: [partial(call, name)] for name in us}
+    return contest
+
+
+def test_far_slower_peers_are_timed_once_and_near_ones_in_rounds(fake_cuda: SimpleNamespace) -> None:
+    contest = _contest(fake_cuda, {OURS: 100.0, "near": 50.0, "best": 40.0, "far": 4000.0})
+    times = contest.times()
+    assert times == pytest.approx({OURS: 100.0, "near": 50.0, "best": 40.0, "far": 4000.0})
+    assert contest.finalists() == [OURS, "near", "best"]
+    assert fake_cuda.replays["far"] == 2 < fake_cuda.replays["near"]
+
+
+def test_long_calls_are_timed_in_one_round(fake_cuda: SimpleNamespace) -> None:
+    contest = _contest(fake_cuda, {OURS: 5000.0, "best": 4000.0})
+    assert contest.times() == pytest.approx({OURS: 5000.0, "best": 4000.0})
+    assert fake_cuda.replays == {OURS: 6, "best": 6}  # two looks, a warm-up and three samples
+
+
+def test_the_best_round_counts(fake_cuda: SimpleNamespace) -> None:
+    clock = Clock(lambda: setattr(fake_cuda, "now", fake_cuda.now + 60.0), 2)
+    clock.round(screen.PLAN)
+    assert clock.us == pytest.approx(30.0)
+    slower = Clock(lambda: setattr(fake_cuda, "now", fake_cuda.now + 90.0), 2, us=30.0)
+    slower.round(screen.PLAN)
+    assert slower.us == pytest.approx(30.0)
+
+
+def test_energy_is_ours_and_the_two_fastest_peers(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    contest = _contest(fake_cuda, {OURS: 100.0, "near": 50.0, "best": 40.0, "far": 4000.0})
+    contest.energy = True
+    asked: list[tuple[int, float]] = []
+
+    def joules(meter: Any, burst: Callable[[], Any], calls: int, wait: Any, seconds: float) -> float:
+        before = fake_cuda.now
+        burst()
+        asked.append((calls, fake_cuda.now - before))
+        return 1e-6 * (fake_cuda.now - before) / calls
+
+    monkeypatch.setattr(screen, "joules_per_call", joules)
+    monkeypatch.setattr(screen, "device_uuid", lambda index: "GPU-x")
+    contest.times()
+    assert contest.joules == pytest.approx({OURS: 1e-4, "near": 5e-5, "best": 4e-5})
+    assert all(us >= screen.BURST_US for _, us in asked)
+
+
+# -- the loop -------------------------------------------------------------------------------------------
+
+
+class Product:
+    measured, space, config, origin = False, "fake", {}, "default, not measured"  # type: ignore[var-annotated]
+    manifest = SimpleNamespace(launches=(1,))
+
+    def __init__(self, workload: KSMatmul) -> None:
+        self.workload = workload
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.workload.reference(*inputs).float()
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked to be built; nothing is."""
+    asked: list[str] = []
+
+    class Ahead:
+        def __init__(self, cases: list[Case], *args: object) -> None:
+            asked.extend(c.workload.key for c in cases)
+
+        def module(self, workload: KSMatmul) -> Product:
+            return Product(workload)
+
+    monkeypatch.setattr(grid, "BuiltAhead", Ahead)
+    monkeypatch.setitem(screen.Contest.times.__globals__["ROUNDS"], "cpu", 1)
+    monkeypatch.setitem(screen.Contest.times.__globals__, "SETTLE_S", 0.0)
+    return asked
+
+
+def test_known_rows_are_kept_and_the_others_timed(built: list[str]) -> None:
+    known = Row(CASES[1].workload, 1.0, {}, 1.0)
+    seen: list[Row] = []
+    rows = run_grid(CASES, CPU, ["bmm"], known={known.workload.key: known}, progress=seen.append)
+    assert rows == seen and rows[1] is known and built == [CASES[0].workload.key, CASES[2].workload.key]
+    assert all(r.us and r.peers["bmm"] and r.kernel is not None and r.kernel.how == "default" for r in (rows[0], rows[2]))
+
+
+def test_no_row_is_started_when_time_is_up(built: list[str]) -> None:
+    said: list[str] = []
+    assert run_grid(CASES, CPU, ["bmm"], seconds=0.0, say=said.append) == []
+    assert said == ["stopped after 0 s: 3 of 3 shapes are left"]
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="not on this machine"):
+        run_grid(CASES, PRESETS["nvidia/h200"])
