@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kronsched.distributed.comm import CommunicationError as CommunicationError
+    from kronsched.distributed.comm import finish as finish
     from kronsched.distributed.cost import LINKS as LINKS
     from kronsched.distributed.cost import Link as Link
     from kronsched.distributed.cost import Plan as Plan
@@ -28,6 +29,7 @@ _WHERE = {
     "LINKS": "cost",
     "Link": "cost",
     "Plan": "cost",
+    "finish": "comm",
     "kron_matmul": "kron",
     "measure_link": "measure",
     "measured_choices": "measure",

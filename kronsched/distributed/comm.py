@@ -6,15 +6,17 @@
 so chunks overlap in both directions. With NCCL a start runs on NCCL's stream, and a wait makes only the compute stream wait.
 
 A peer that ended or hangs: the backend gives up after the timeout of `init_process_group(timeout=…)`, which the groups made here
-inherit, and `CommunicationError` is raised. With NCCL, torch's watchdog ends the process after that time.
+inherit, and `CommunicationError` is raised. With NCCL a call returns before anything has moved, so the error is raised where the
+result is waited for by `finish`; a process that waits in another way is ended by torch's watchdog after that time.
 
-Read first: `GridGroups`, `Flight`.
+Read first: `GridGroups`, `Flight`, `finish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -76,7 +78,7 @@ class GridGroups:
         try:
             yield
         except RuntimeError as error:
-            text = (str(error).strip().splitlines() or ["no message"])[0]
+            text = _first_line(error)
             raise CommunicationError(
                 f"rank {self.rank} of grid {self.grid}: {what} failed: another rank ended, did not answer within {self.limit} "
                 f"or called something else ({text})"
@@ -120,6 +122,61 @@ def limit_text(device: torch.device) -> str:
     return "the timeout" if limit is None else f"{limit.total_seconds():g} s"
 
 
+SHARE_OF_TIMEOUT = 0.8
+"""`finish` gives up before torch's watchdog does, which would end the process."""
+
+
+def finish(device: torch.device | str, timeout_s: float | None = None) -> None:
+    """Wait until the device's present stream has done all that was called; CommunicationError when that takes too long.
+
+    For GPUs, after a product and before its result is read on the host: a peer that ended or hangs stops the stream for ever.
+    The communicators are then aborted, so that this process can end or start anew. On a CPU there is nothing to wait for.
+    timeout_s: None is `SHARE_OF_TIMEOUT` of that of `init_process_group`.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return
+    if timeout_s is None:
+        limit = timeout_of(dist.group.WORLD, device)
+        timeout_s = SHARE_OF_TIMEOUT * (limit.total_seconds() if limit is not None else 600.0)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    try:
+        arrived = wait_until(done.query, timeout_s)
+    except RuntimeError as error:
+        raise CommunicationError(f"rank {dist.get_rank()}: {device} failed: {_first_line(error)}") from error
+    if not arrived:
+        rank = dist.get_rank()
+        _abort()
+        raise CommunicationError(
+            f"rank {rank}: {device} was not done within {timeout_s:g} s: another rank ended, hangs or called something else; "
+            "communication was aborted, torch.distributed must be initialised anew"
+        )
+
+
+def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
+    """Look again and again, at first often; whether it was ready in time."""
+    start = time.perf_counter()
+    while not ready():
+        waited = time.perf_counter() - start
+        if waited > timeout_s:
+            return ready()
+        if waited > 0.01:
+            time.sleep(min(0.01, waited / 20))
+    return True
+
+
+def _abort() -> None:
+    """End what NCCL runs and all that wait for it. A communicator that is gone already is no second error."""
+    _made.clear()
+    with suppress(RuntimeError, ValueError, AssertionError):
+        dist.distributed_c10d._abort_process_group()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
 def sorted_order(members: Sequence[int]) -> tuple[int, ...] | None:
     """Position in `members` of each rank of their group, which torch sorts; None where they are sorted."""
     order = tuple(sorted(range(len(members)), key=lambda i: members[i]))
@@ -133,8 +190,9 @@ def _group(ranks: tuple[int, ...], grid: Grid | None, members: tuple[int, ...], 
         try:
             made = dist.new_group(list(members), timeout=timeout_of(world, device), use_local_synchronization=True)
         except RuntimeError as error:
-            text = (str(error).strip().splitlines() or ["no message"])[0]
-            raise CommunicationError(f"no process group of the ranks {list(members)} could be made: {text}") from error
+            raise CommunicationError(
+                f"no process group of the ranks {list(members)} could be made: {_first_line(error)}"
+            ) from error
         found = _made[(ranks, grid)] = (world, made)
     return found[1]
 

@@ -1,6 +1,6 @@
 """`kron_matmul` over a mesh of ranks: each holds a block of X and gets the same block of X (F1 ⊗ … ⊗ FN).
 
-Read first: grid.py (how blocks move), `kron_matmul`, `_pipeline`.
+Read first: grid.py (how blocks move), `kron_matmul`, then pipeline.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from kronsched.distributed import comm
-from kronsched.distributed.comm import Flight, GridGroups, Shared, Start, Wait
-from kronsched.distributed.grid import Grid, Phase, Shapes, as_grid, nearest_grid, needed_phases, positive
+from kronsched.distributed.comm import Shared
+from kronsched.distributed.grid import Grid, Shapes, as_grid, nearest_grid, needed_phases, positive
+from kronsched.distributed.pipeline import pipeline, stands
 from kronsched.errors import ArgumentError, ArgumentTypeError
 from kronsched.nn import checks
 from kronsched.nn.functional import kron_matmul as local_product
@@ -32,6 +33,7 @@ def kron_matmul(
     local: int | None = None,
     grid: Grid | tuple[int, int] | None = None,
     chunks: int = 1,
+    in_place: bool | None = None,
     verify: bool | None = None,
 ) -> Tensor:
     """One rank's block (m, ΠQi / GK) of Y = X (F1 ⊗ … ⊗ FN), X being spread over a GM × GK grid of the mesh's ranks.
@@ -45,6 +47,8 @@ def kron_matmul(
     local: the most factors multiplied between two exchanges; None takes the phases that exchange the fewest elements.
     grid: (GM, GK); None is the shape of a two-dimensional mesh, else GK follows from the columns of x_shard.
     chunks: pieces of rows; the exchange of one overlaps with the multiplication of the next.
+    in_place: multiply a last phase of one factor from the left, where its axis stands, so that exchanged blocks are copied in
+    long runs and not transposed; False is the way of every other phase. None takes it where runs are long (see pipeline.py).
     verify: compare the ranks' arguments first, so that a rank that differs gives an error and not a hang. None: on the CPU only,
     since on a GPU it waits for the device.
 
@@ -58,7 +62,7 @@ def kron_matmul(
     if isinstance(x_shard, DTensor):
         from kronsched.distributed.dtensor import kron_matmul_dtensor
 
-        options = {"local": local, "chunks": chunks, "verify": verify}
+        options = {"local": local, "chunks": chunks, "in_place": in_place, "verify": verify}
         return kron_matmul_dtensor(x_shard, factors, mesh, grid, options)
     mesh, factors = _check_mesh(mesh), _check(x_shard, factors)
     _check_place(x_shard, mesh)
@@ -67,46 +71,16 @@ def kron_matmul(
     steps = needed_phases(shapes, chosen, local)
     positive("chunks", chunks)
     _check_columns(x_shard, shapes, chosen)
+    left = stands(steps, chosen, in_place)
     if verify or (verify is None and x_shard.device.type == "cpu"):
-        _compare(x_shard, factors, mesh, chosen, (steps, chunks))
+        _compare(x_shard, factors, mesh, chosen, (steps, chunks, left))
     groups = comm.grid_groups(mesh, chosen, x_shard.device)
     shared: Sequence[Tensor] = factors
     if torch.is_grad_enabled() and any(f.requires_grad for f in factors):
         shared = Shared.apply(groups, *factors)  # type: ignore[no-untyped-call]
     if chosen.columns == 1 and len(steps) == 1:
         return local_product(x_shard, shared)
-    return _pipeline(x_shard, shared, steps, groups, min(chunks, max(1, x_shard.shape[0])))
-
-
-def _pipeline(x: Tensor, factors: Sequence[Tensor], steps: Sequence[Phase], groups: GridGroups, chunks: int) -> Tensor:
-    """Every phase of every chunk: a chunk's exchange is waited for only when its next phase, or the end, needs it."""
-    parts: list[tuple[Tensor, Flight | None]] = [(part, None) for part in x.tensor_split(chunks)]
-    for number, step in enumerate(steps, 1):
-        what = f"exchange {number} of {len(steps)}"
-        parts = [_phase(_landed(*part), factors, step, groups, what) for part in parts]
-    done = [_landed(*part) for part in parts]
-    return done[0] if len(done) == 1 else torch.cat(done)
-
-
-def _phase(x: Tensor, factors: Sequence[Tensor], step: Phase, groups: GridGroups, what: str) -> tuple[Tensor, Flight | None]:
-    """Multiply a group of trailing axes of the block (m, L · ΠPi) and send it off as (GK, m, ΠQi / GK, L)."""
-    gk, m = groups.grid.columns, x.shape[0]
-    lead = step.k_in // step.group_in // gk
-    y = local_product(x.reshape(m * lead, step.group_in), factors[step.start : step.stop])
-    if gk == 1:
-        return y.reshape(m, lead, step.group_out).transpose(1, 2).reshape(m, step.k_out), None
-    send = y.reshape(m, lead, gk, step.group_out // gk).permute(2, 0, 3, 1).contiguous()
-    flight = Flight(groups, what)
-    return Start.apply(send, flight), flight  # type: ignore[no-untyped-call]
-
-
-def _landed(x: Tensor, flight: Flight | None) -> Tensor:
-    """The block (m, columns) of what was sent off: (rank, m, group, L) becomes (m, group, rank, L)."""
-    if flight is None:
-        return x
-    received: Tensor = Wait.apply(x, flight)  # type: ignore[no-untyped-call]
-    gk, m, group, lead = received.shape
-    return received.permute(1, 2, 0, 3).reshape(m, group * gk * lead)
+    return pipeline(x_shard, shared, steps, groups, min(chunks, max(1, x_shard.shape[0])), left)
 
 
 # -- checks ---------------------------------------------------------------------------------------------
@@ -182,8 +156,8 @@ def _compare(x_shard: Tensor, factors: Sequence[Tensor], mesh: DeviceMesh, grid:
         first = rank - rank % grid.columns
         if other != found[0][0]:
             raise ArgumentError(
-                f"rank {rank} and rank 0 of the mesh differ in the grid, local, chunks, the dtype, or the factors' shapes or "
-                "requires_grad: these must be equal on all ranks"
+                f"rank {rank} and rank 0 of the mesh differ in the grid, local, chunks, in_place, the dtype, or the factors' "
+                "shapes or requires_grad: these must be equal on all ranks"
             )
         if rows != found[first][1]:
             raise ArgumentError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kronsched.distributed.comm import everyone
+from kronsched.distributed.comm import everyone, finish
 from kronsched.distributed.cost import CHUNKS, Link
-from kronsched.distributed.grid import phases, positive
+from kronsched.distributed.grid import Grid, phases, positive
 from kronsched.distributed.kron import kron_matmul
+from kronsched.distributed.pipeline import ways
 from kronsched.errors import ArgumentError
 
 
@@ -48,35 +50,50 @@ def measure_link(mesh: DeviceMesh, small: int = 2**22, large: int = 2**28, repea
 
 @dataclass(frozen=True, order=True)
 class Choice:
-    """A measured call: the slowest rank's time in microseconds, and the options `local` and `chunks` that gave it."""
+    """A measured call: the slowest rank's time in microseconds, and the options of `kron_matmul` that gave it."""
 
     us: float
     local: int
     chunks: int
+    in_place: bool = False
 
 
 def measured_choices(
-    x_shard: Tensor, factors: Sequence[Tensor], mesh: DeviceMesh, *, chunks: Sequence[int] = CHUNKS, repeats: int = 5
+    x_shard: Tensor,
+    factors: Sequence[Tensor],
+    mesh: DeviceMesh,
+    *,
+    grid: Grid | tuple[int, int] | None = None,
+    chunks: Sequence[int] = CHUNKS,
+    repeats: int = 5,
 ) -> list[Choice]:
-    """`kron_matmul` of these arguments with every number of local factors that makes other phases, and of chunks; quickest first.
+    """The options of `kron_matmul` for these arguments, quickest first.
 
-    The grid is that of the mesh or of the block. Forward only; call it on every rank.
+    Measured are every number of local factors that makes other phases, every number of chunks, and `in_place` where it can be.
+    grid: as in `kron_matmul`. Forward only; call it on every rank.
     """
     with torch.no_grad():
-        kron_matmul(x_shard, factors, mesh)  # checks the arguments
+        kron_matmul(x_shard, factors, mesh, grid=grid)  # checks the arguments
     shapes = tuple((int(f.shape[0]), int(f.shape[1])) for f in factors)
     columns = prod(p for p, _ in shapes) // x_shard.shape[1]
-    distinct = {phases(shapes, columns, local): local for local in range(len(shapes), 0, -1)}
+    least = len(shapes) if columns == 1 else 1  # without an exchange nothing is gained by several phases
+    distinct = {phases(shapes, columns, local): local for local in range(len(shapes), least - 1, -1)}
     group, found = everyone(mesh, x_shard.device), []
     for steps, local in distinct.items():
-        for count in chunks if steps is not None else ():
+        for count, left in product(chunks, ways(steps, columns)) if steps is not None else ():
+            options = {"grid": grid, "local": local, "chunks": count, "in_place": left, "verify": False}
 
-            def call(local: int = local, count: int = count) -> Tensor:
-                return kron_matmul(x_shard, factors, mesh, local=local, chunks=count, verify=False)
+            def call(options: Any = options) -> Tensor:
+                return kron_matmul(x_shard, factors, mesh, **options)
 
             with torch.no_grad():
-                found.append(Choice(_time_us(call, repeats, group, x_shard.device), local, count))
+                found.append(Choice(_time_us(call, repeats, group, x_shard.device), local, count, left))
     return sorted(found)
+
+
+def time_us(call: Callable[[], Any], repeats: int, mesh: DeviceMesh, device: torch.device) -> float:
+    """Microseconds of a call that every rank makes: the median of the slowest rank's times."""
+    return _time_us(call, repeats, everyone(mesh, device), device)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -88,19 +105,25 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _time_us(call: Callable[[], Any], repeats: int, group: Any, device: torch.device) -> float:
     """Median of the calls' times, each that of the slowest rank; the ranks start each call together."""
     call()  # kernels are built, connections made
+    finish(device)
     times = []
     for _ in range(positive("repeats", repeats)):
         dist.barrier(group)
-        _settle(device)
-        start = time.perf_counter()
-        call()
-        _settle(device)
-        times.append(time.perf_counter() - start)
+        times.append(_once_us(call, device))
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-    return float(slowest.median()) * 1e6
+    return float(slowest.median())
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _once_us(call: Callable[[], Any], device: torch.device) -> float:
+    """Microseconds of one call: by the stream's clock on a GPU, else by the wall's."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    call()
+    last.record()
+    finish(device)
+    return 1e3 * float(first.elapsed_time(last))

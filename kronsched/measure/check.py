@@ -69,9 +69,9 @@ class Verdict:
     message: str | None
 
 
-def gate(y: torch.Tensor, ref: torch.Tensor, dtype: str, ref_rms: float | None = None) -> Verdict:
-    """Accept or reject a result against `DTYPES[dtype].tolerance`. Shapes must be equal."""
-    tolerance = DTYPES[dtype].tolerance
+def gate(y: torch.Tensor, ref: torch.Tensor, dtype: str, ref_rms: float | None = None, slack: float = 1.0) -> Verdict:
+    """Accept or reject a result against `DTYPES[dtype].tolerance` times the workload's `slack`. Shapes must be equal."""
+    tolerance = slack * DTYPES[dtype].tolerance
     error, at = _worst(y, ref, (rms(ref) if ref_rms is None else ref_rms) + floor(y))
     if error <= tolerance:
         return Verdict(error, None)

@@ -1,17 +1,18 @@
-"""Measuring for real: a pool of builders and one isolated runner.
+"""Measuring for real: a pool of builders and one isolated runner a device.
 
-Read first: `LiveMeasurer.measure`. Candidates are built in parallel and run one at a time in a process of its own, which is
-killed when a candidate hangs and replaced when one breaks it; whatever a candidate does ends as a status in its result.
-On CUDA, builds go on while built candidates run. On a CPU a batch is built first, as builds would disturb the timing.
+Read first: `LiveMeasurer.measure`, then runner.py. Candidates are built in parallel and wait in one queue; each runner takes
+the next when it is free, and runs one at a time in a process of its own, which is killed when a candidate hangs and replaced
+when one breaks it. Whatever a candidate does ends as a status in its result. On CUDA, builds go on while built candidates run.
+On a CPU a batch is built first, as builds would disturb the timing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import shutil
 import sys
 import tempfile
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,61 +25,45 @@ from typing import Any
 
 from pebble import ProcessExpired
 
-from kronsched.errors import ArgumentError, KronschedError, UnsupportedError
+from kronsched.errors import ArgumentError
 from kronsched.hardware.device import Device
 from kronsched.measure import worker
 from kronsched.measure.base import BuildResult, Measured, RunResult
-from kronsched.measure.crew import Crew, default_builders, make_workers
+from kronsched.measure.crew import Crew, as_devices, default_builders, make_workers
 from kronsched.measure.energy import EnergyObserver
-from kronsched.measure.pools import Workers, describe_exit
+from kronsched.measure.pools import describe_exit
+from kronsched.measure.runner import MAX_TRIES, Job, MeasureError, Runner, with_log
 from kronsched.measure.timing import TimingPlan
 from kronsched.schedules.base import Schedule
 from kronsched.space import Candidate
 from kronsched.workloads.base import Workload
 
-PREPARE_TIMEOUT_S = 900.0
-"""For importing torch, opening the device and computing a reference: never a candidate's fault."""
-MAX_TRIES = 3
-"""Builds, and runs, of one candidate when the process dies without a candidate to blame."""
-
-
-class MeasureError(KronschedError):
-    """Nothing can be measured: worker processes do not start, or the workload's inputs or reference cannot be computed."""
-
-
-@dataclass
-class _Job:
-    """A candidate on its way through `measure`."""
-
-    candidate: Candidate
-    out_dir: str
-    build: worker.Built | None = None
-    tries: int = 0
-
-    def done(self, run: RunResult | None = None) -> Measured:
-        assert self.build is not None
-        return Measured(self.candidate, self.build.result, run)
+__all__ = ["LiveMeasurer", "MeasureError"]
 
 
 @dataclass
 class _Batch:
     """Where the jobs of one `measure` call are: being built, waiting to run, waiting for an equal one's run, or finished."""
 
-    building: dict[Future[Any], _Job] = field(default_factory=dict)
-    queue: deque[_Job] = field(default_factory=deque)
-    twins: dict[str, list[_Job]] = field(default_factory=dict)
+    building: dict[Future[Any], Job] = field(default_factory=dict)
+    queue: deque[Job] = field(default_factory=deque)
+    twins: dict[str, list[Job]] = field(default_factory=dict)
     finished: deque[Measured] = field(default_factory=deque)
 
 
 class LiveMeasurer:
-    """Builds, checks and times candidates of one workload on a device of this machine. A `Measurer`; also a context manager.
+    """Builds, checks and times candidates of one workload on devices of this machine. A `Measurer`; also a context manager.
 
+    device: one, or several of one model, each with a runner of its own; the first is the one that candidates are built for. A
+    candidate whose runner is killed from outside runs once more; a runner that cannot prepare is left out with a warning while
+    others can.
     schedules: those whose name is the `space` of the candidates to come.  work_dir: where artefacts are kept (they stay);
     None makes a temporary directory that `close` removes.  compiler: "nvrtc" or "nvcc".  builders: processes; None takes the
-    usable cores (on CUDA one fewer), at most 32.  build_timeout_s, run_timeout_s: seconds of one build, and of one load, check
-    and timing, counted in the worker.  seed: of the inputs candidates are checked with.  observers: energy counters, the first
-    with a value fills `energy_j`.  dedupe: candidates that build to the same code and launches are run once and share the
-    result.  plan: how long to time.  crew: worker processes to use and to leave running at `close`; `builders` is then theirs.
+    usable cores (on CUDA one fewer for each runner), at most 32.  build_timeout_s, run_timeout_s: seconds of one build, and of
+    one load, check and timing, counted in the worker.  seed: of the inputs candidates are checked with.  observers: energy
+    counters, the first with a value fills `energy_j`.  dedupe: candidates that build to the same code and launches are run once
+    and share the result.  plan: how long to time.  crew: worker processes to use and to leave running at `close`; `builders` is
+    then theirs.
 
     Raises UnsupportedError for a device that is not there, ArgumentError for parts that worker processes cannot import.
     """
@@ -87,7 +72,7 @@ class LiveMeasurer:
         self,
         workload: Workload,
         schedules: Sequence[Schedule],
-        device: Device,
+        device: Device | Sequence[Device],
         *,
         work_dir: str | Path | None = None,
         compiler: str = "nvrtc",
@@ -101,17 +86,15 @@ class LiveMeasurer:
         crew: Crew | None = None,
     ) -> None:
         """Start nothing yet: processes start with the first batch."""
-        if not device.present:
-            raise UnsupportedError(
-                f"device {device.name!r} is a preset that this machine does not have: nothing can be measured on it"
-            )
+        devices = as_devices(device)
+        device = devices[0]
         if builders is not None and builders < 1:
             raise ArgumentError(f"builders={builders} is not allowed: an int ≥ 1 is needed")
         self._session = worker.Session(workload, device, seed, plan, tuple(observers))
         self._schedules = {s.name: s for s in schedules}
         import_main = _needs_main((self._session, self._schedules))
         self._compiler, self._dedupe = compiler, dedupe
-        self._build_timeout_s, self._run_timeout_s = build_timeout_s, run_timeout_s
+        self._build_timeout_s = build_timeout_s
         self._overlap = device.kind == "cuda"
         self._dir = Path(work_dir or tempfile.mkdtemp(prefix="kronsched-measure-")).resolve()
         self._dir.mkdir(parents=True, exist_ok=True)
@@ -119,16 +102,15 @@ class LiveMeasurer:
         self._remove = weakref.finalize(self, shutil.rmtree, self._dir, ignore_errors=True) if work_dir is None else None
         self._closed = False
         self._crew = crew
-        n = crew.count if crew is not None else builders or default_builders(device)
-        workers = crew.workers(import_main) if crew is not None else make_workers(n, self._dir, import_main)
-        self._builders, self._runner = workers
+        n = crew.count if crew is not None else builders or default_builders(devices)
+        workers = crew.workers(import_main) if crew is not None else make_workers(n, len(devices), self._dir, import_main)
+        self._builders = workers[0]
+        used = crew is not None  # for another workload, perhaps
+        self._runners = [Runner(w, self._session, d, run_timeout_s, used) for w, d in zip(workers[1], devices, strict=True)]
         self.parallel = n if self._overlap else 1
         """Candidates that a batch should hold at least, so that no builder idles while others run."""
         self._numbers = count()
         self._known: dict[str, RunResult] = {}
-        self._ready: set[int] = set()  # problems the present runner has
-        self._runner_has_run = crew is not None  # for another workload, perhaps
-        self._pool_size = 1
 
     # -- the Measurer interface ---------------------------------------------------------------------
 
@@ -141,27 +123,19 @@ class LiveMeasurer:
         if self._closed:
             raise MeasureError("this measurer is closed")
         work = self._submit_builds(batch)
-        warming = None if self._ready or not work.building else self._submit_prepare(0)
-        running: tuple[Future[Any], _Job] | None = None
         complete = False
         try:
             while True:
-                if running is None and work.queue and (self._overlap or not work.building):
-                    if warming is not None:
-                        self._await_prepare(warming, 0)
-                        warming = None
-                    job = work.queue.popleft()
-                    running = self._submit_run(job), job
-                # Results are handed out only once builders and runner have work again.
+                self._begin_runs(work)
+                # Results are handed out only once builders and runners have work again.
                 while work.finished:
                     yield work.finished.popleft()
-                waiting = [*work.building, *([running[0]] if running else [])]
-                if not waiting:
+                busy = {r.future: r for r in self._runners if r.future is not None}
+                if not (work.building or work.queue or any(r.job is not None for r in busy.values())):
                     break
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    if running is not None and future is running[0]:
-                        self._end_run(future, running[1], work)
-                        running = None
+                for future in wait([*work.building, *busy], return_when=FIRST_COMPLETED).done:
+                    if future in busy:
+                        self._advance(busy[future], work)
                     else:
                         self._end_build(future, work)
             complete = True
@@ -189,14 +163,14 @@ class LiveMeasurer:
         batch = _Batch()
         for candidate in candidates:
             if candidate.space in self._schedules:
-                job = _Job(candidate, str(self._dir / f"{next(self._numbers):06d}"))
+                job = Job(candidate, str(self._dir / f"{next(self._numbers):06d}"))
                 batch.building[self._submit_build(job)] = job
             else:
                 reason = f"space={candidate.space!r} is not one of {', '.join(self._schedules)}"
                 batch.finished.append(Measured(candidate, BuildResult("invalid", reason)))
         return batch
 
-    def _submit_build(self, job: _Job) -> Future[Any]:
+    def _submit_build(self, job: Job) -> Future[Any]:
         job.tries += 1
         session, schedule = self._session, self._schedules[job.candidate.space]
         task = worker.BuildTask(session.workload, schedule, job.candidate.config, session.device, job.out_dir, self._compiler)
@@ -210,13 +184,13 @@ class LiveMeasurer:
             if job.tries < MAX_TRIES:  # probably another candidate's doing
                 batch.building[self._submit_build(job)] = job
                 return
-            job.build = worker.Built(BuildResult("crash", self._with_log(self._builders, f"builder process: {e}")))
+            job.build = worker.Built(BuildResult("crash", with_log(self._builders, f"builder process: {e}")))
         except TimeoutError:
             seconds = self._build_timeout_s
             job.build = worker.Built(BuildResult("timeout", f"the build took over {seconds:g} s", seconds=seconds))
         except ProcessExpired as e:
             text = f"the builder process {describe_exit(e.exitcode)}"
-            job.build = worker.Built(BuildResult("crash", self._with_log(self._builders, text)))
+            job.build = worker.Built(BuildResult("crash", with_log(self._builders, text)))
         except Exception as e:  # the task could not be unpickled in the worker
             job.build = worker.Built(BuildResult("compile_error", worker.message(e)))
         job.tries = 0
@@ -234,90 +208,50 @@ class LiveMeasurer:
 
     # -- running ------------------------------------------------------------------------------------
 
-    def _submit_run(self, job: _Job) -> Future[Any]:
-        job.tries += 1
-        assert job.build is not None
-        which = self._which(job.candidate)
-        if which not in self._ready:
-            self._await_prepare(self._submit_prepare(which), which)
-        self._runner_has_run = True
-        return self._runner.schedule(worker.run, self._session, job.build.result.artefact, which, timeout=self._run_timeout_s)
+    def _begin_runs(self, work: _Batch) -> None:
+        """Give idle runners work: the waiting candidates, or when there are none yet, a problem to prepare."""
+        for runner in self._runners:
+            if runner.future is not None:
+                continue
+            if not runner.ready and work.building:
+                runner.warm_up()
+            elif work.queue and (self._overlap or not work.building):
+                runner.begin(work.queue.popleft())
 
-    def _end_run(self, future: Future[Any], job: _Job, batch: _Batch) -> None:
+    def _advance(self, runner: Runner, work: _Batch) -> None:
+        waiting = runner.job
         try:
-            ran: worker.Ran = future.result()
-            result = ran.result
-            if ran.replace:
-                self._replace_runner()
-            elif result.status != "ok":
-                self._ready.discard(self._which(job.candidate))
-        except BrokenProcessPool as e:
-            if job.tries < MAX_TRIES:
-                self._replace_runner()
-                batch.queue.appendleft(job)
-                return
-            self._replace_runner()
-            result = RunResult("crash", self._with_log(self._runner, f"runner process: {e}"))
-        except TimeoutError:
-            self._expect_new_runner()  # pebble has killed and replaced the process
-            result = RunResult("timeout", f"the run took over {self._run_timeout_s:g} s", seconds=self._run_timeout_s)
-        except ProcessExpired as e:
-            self._expect_new_runner()
-            result = RunResult("crash", self._with_log(self._runner, f"the runner process {describe_exit(e.exitcode)}"))
-        except Exception as e:  # past all handling in the worker: its state is unknown
-            self._replace_runner()
-            result = RunResult("launch_error", worker.message(e))
-        batch.finished.append(job.done(result))
+            job, result = runner.advance()
+        except MeasureError as e:
+            self._retire(runner, e)
+            if waiting is not None:
+                work.queue.appendleft(waiting)
+            return
+        if job is None:
+            return
+        if result is None:
+            work.queue.appendleft(job)
+            return
+        work.finished.append(job.done(result))
         key = job.build.same_as if job.build is not None else None
         if key is not None and self._dedupe:
             self._known[key] = result
-            batch.finished.extend(twin.done(result) for twin in batch.twins.pop(key, ()))
+            work.finished.extend(twin.done(result) for twin in work.twins.pop(key, ()))
 
-    def _which(self, candidate: Candidate) -> int:
-        """The number of the problem a candidate is checked with."""
-        digest = hashlib.sha256(candidate.key.encode()).digest()
-        return (int.from_bytes(digest[:8], "little") ^ self._session.seed) % self._pool_size
-
-    def _submit_prepare(self, which: int) -> Future[Any]:
-        return self._runner.schedule(worker.prepare, self._session, which, timeout=PREPARE_TIMEOUT_S)
-
-    def _await_prepare(self, future: Future[Any], which: int) -> None:
-        """Wait until the runner has problem `which`; MeasureError when a fresh runner cannot make it."""
-        for last in (False, True):
-            try:
-                self._pool_size = future.result()
-            except (TimeoutError, OSError, BrokenProcessPool) as e:
-                reason = describe_exit(e.exitcode) if isinstance(e, ProcessExpired) else str(e)
-                text = self._with_log(self._runner, f"the runner process could not prepare the workload: {reason}")
-            except Exception as e:
-                text = f"inputs or reference of {self._session.workload.label} cannot be computed: {worker.message(e)}"
-                last = last or not self._runner_has_run  # else a candidate may have broken the process
-            else:
-                self._ready.add(which)
-                return
-            if last:
-                raise MeasureError(text)
-            self._replace_runner()
-            future = self._submit_prepare(which)
+    def _retire(self, runner: Runner, error: MeasureError) -> None:
+        """Go on without a runner that cannot prepare; with none left, that is an error."""
+        runner.replace()
+        if len(self._runners) == 1:
+            raise error
+        self._runners.remove(runner)
+        warnings.warn(f"{runner.device.torch_device} is used no more: {error}", RuntimeWarning, stacklevel=4)
 
     # -- processes and files ------------------------------------------------------------------------
 
-    def _replace_runner(self) -> None:
-        self._runner.replace()
-        self._expect_new_runner()
-
-    def _expect_new_runner(self) -> None:
-        self._ready.clear()
-        self._runner_has_run = False
-
     def _stop_workers(self) -> None:
-        self._replace_runner()
+        for runner in self._runners:
+            runner.replace()
         self._builders.replace()
-
-    @staticmethod
-    def _with_log(workers: Workers, text: str) -> str:
-        tail = workers.log_tail()
-        return f"{text}; it printed: {tail}" if tail else text
 
 
 def _needs_main(parts: Any) -> bool:

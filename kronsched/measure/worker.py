@@ -180,7 +180,7 @@ def _check_and_time(bench: Bench, executable: Executable, which: int) -> RunResu
     if damage := arena.damage(bench.names, problem.inputs):
         return RunResult("wrong_result", damage)
     first = arena.output_bytes().clone()
-    verdict = gate(output, problem.reference, bench.output_dtype, problem.reference_rms)
+    verdict = gate(output, problem.reference, bench.output_dtype, problem.reference_rms, bench.session.workload.slack)
     arena.poison(1)
     executable(inputs, output)
     bench.wait()

@@ -16,10 +16,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from kronsched.distributed import CommunicationError, Grid, kron, kron_matmul, measure_link, measured_choices, plan, shard
+from kronsched.distributed import (
+    CommunicationError,
+    Grid,
+    kron,
+    kron_matmul,
+    measure_link,
+    measured_choices,
+    pipeline,
+    plan,
+    shard,
+)
 from kronsched.distributed.comm import counting
 from kronsched.distributed.grid import grids
-from kronsched.errors import UserError
+from kronsched.errors import ArgumentError, UserError
 from tests.distributed.ranks import by_torch, make, run
 
 SQUARE = ((4, 4),) * 4
@@ -46,7 +56,7 @@ def one_us(workload: object) -> float:
 
 def products(rank: int, ranks: int) -> list[str]:
     """Values and bytes sent for all grids, phases and chunks; returns the grids."""
-    kron.local_product = by_torch
+    without_builds()
     mesh = init_device_mesh("cpu", (ranks,))
     seen = []
     for shapes in (SQUARE, RECTANGULAR, SHRINKING):
@@ -68,7 +78,7 @@ def products(rank: int, ranks: int) -> list[str]:
 
 def gradients(rank: int, ranks: int) -> None:
     """Gradients, and gradients of gradients, against one process, with uneven and empty blocks of rows."""
-    kron.local_product = by_torch
+    without_builds()
     mesh = init_device_mesh("cpu", (ranks,))
     for m, shapes, grid in [(m, s, g) for m in (1, 5) for s in (SQUARE, RECTANGULAR) for g in grids(ranks, s)]:
         x, factors = make(m, shapes)
@@ -112,7 +122,7 @@ def with_kernels(rank: int, ranks: int) -> None:
 
 def errors(rank: int, ranks: int) -> list[str]:
     """Messages of calls that are wrong in the same way on every rank, or that differ between ranks."""
-    kron.local_product = by_torch
+    without_builds()
     mesh = init_device_mesh("cpu", (ranks,))
     x, factors = make(4, SQUARE)
     rows = Grid(ranks, 1)
@@ -138,7 +148,7 @@ def errors(rank: int, ranks: int) -> list[str]:
 
 def part_of_the_world(rank: int, ranks: int) -> None:
     """A mesh of some ranks in an order of its own, beside others; two grids of one mesh."""
-    kron.local_product = by_torch
+    without_builds()
     meshes = [DeviceMesh("cpu", ids) for ids in ([3, 1], [0, 2])]
     x, factors = make(3, SQUARE)
     mesh = meshes[0] if rank in (1, 3) else meshes[1]
@@ -160,7 +170,7 @@ def part_of_the_world(rank: int, ranks: int) -> None:
 
 def dtensors(rank: int, ranks: int) -> list[str]:
     """DTensors in and out, with gradients, uneven rows among them; returns messages."""
-    kron.local_product = by_torch
+    without_builds()
     x, factors = make(5, RECTANGULAR)
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     for mesh, placements in ((flat, [Shard(0)]), (flat, [Shard(1)]), (square, [Shard(0), Shard(1)])):
@@ -187,7 +197,7 @@ def dtensors(rank: int, ranks: int) -> list[str]:
 
 def broken(rank: int, ranks: int) -> dict[str, Any]:
     """Rank 1 is killed and rank 3 hangs after a first call: what the other two see, and after how long."""
-    kron.local_product = by_torch
+    without_builds()
     mesh, grid = init_device_mesh("cpu", (4,)), Grid(2, 2)
     x, factors = make(4, SQUARE)
     block = shard(x, grid, rank)
@@ -207,16 +217,23 @@ def broken(rank: int, ranks: int) -> dict[str, Any]:
     return seen
 
 
+def without_builds() -> None:
+    """In this process products are made by torch: many shapes cost little."""
+    kron.local_product = pipeline.local_product = by_torch
+    pipeline.ks_matmul = lambda x, w, layout: (w[..., 0] @ x.reshape(*w.shape[:1], w.shape[2], -1)).reshape(-1, x.shape[1])
+
+
 def measured(rank: int, ranks: int) -> None:
     """A link and choices: the same on every rank, and choices that work."""
-    kron.local_product = by_torch
+    without_builds()
     mesh = init_device_mesh("cpu", (ranks,))
     link = measure_link(mesh, small=2**12, large=2**20, repeats=3)
     assert link.gbs > 0 and link.latency_us >= 0
     x, factors = make(4, SQUARE)
     block = shard(x, (1, ranks), rank)
     found = measured_choices(block, factors, mesh, chunks=(1, 2), repeats=1)
-    assert sorted((c.local, c.chunks) for c in found) == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
+    ways = [(1, False), (2, False), (3, False), (3, True)]
+    assert sorted((c.local, c.in_place, c.chunks) for c in found) == [(*way, count) for way in ways for count in (1, 2)]
     assert found == sorted(found)
     both: list[Any] = [None] * ranks
     dist.all_gather_object(both, (link, found))
@@ -299,3 +316,35 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_in_time(tmp_path: Path) -> No
             assert "another rank ended, did not answer within 2 s or called something else" in text
             assert seconds < 6
     assert "exchange 1 of 2 failed" in told[0]["exchange"][0]
+
+
+# -- a last factor that stays where it is ---------------------------------------------------------------
+
+
+def _in_place(rank: int, ranks: int) -> dict[str, Any]:
+    mesh, sent = init_device_mesh("cpu", (ranks,)), []
+    for shapes, m in ((((4, 4),) * 3, 5), (((4, 6), (2, 2), (3, 4)), 3), (((4, 2), (4, 4)), 1), (((2, 2), (4, 4)), 0)):
+        x, factors = make(m, shapes)
+        grid = Grid(1, ranks)
+        expected = by_torch(x, factors)
+        for chunks in (1, 2, 9):
+            with counting() as counter:
+                y = kron_matmul(shard(x, grid, rank), factors, mesh, grid=grid, in_place=True, chunks=chunks)
+            torch.testing.assert_close(y, shard(expected, grid, rank))
+            least = plan(max(m, 1), shapes, ranks, "float64", grid=grid, device="nvidia/h200", kernel_us=lambda w: 1.0)
+            sent.append((counter.bytes, least.exchange_bytes if m else 0))
+            block = shard(x, grid, rank).requires_grad_()
+            tracked = [f.clone().requires_grad_() for f in factors]
+            kron_matmul(block, tracked, mesh, grid=grid, in_place=True, chunks=chunks).square().sum().backward()
+            whole, same = x.clone().requires_grad_(), [f.clone().requires_grad_() for f in factors]
+            by_torch(whole, same).square().sum().backward()
+            torch.testing.assert_close([f.grad for f in tracked], [f.grad for f in same])
+            torch.testing.assert_close(block.grad, shard(whole.grad, grid, rank))
+    with pytest.raises(ArgumentError, match=r"in_place=True is not allowed.*here are 1\+2"):
+        kron_matmul(torch.zeros(1, 12), [torch.zeros(4, 6), torch.zeros(2, 3), torch.zeros(3, 4)], mesh, in_place=True)
+    return {"sent": sent}
+
+
+def test_in_place_gives_the_same_and_sends_as_little(tmp_path: Path) -> None:
+    for found in run(2, _in_place, tmp_path):
+        assert all(sent == least for sent, least in found["sent"])

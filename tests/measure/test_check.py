@@ -100,6 +100,13 @@ def test_gate_has_the_tolerance_of_the_dtype(dtype: str) -> None:
             assert "(0, 7)" in str(verdict.message)
 
 
+def test_a_workload_may_allow_more_than_its_dtype() -> None:
+    ref = torch.ones(8, dtype=torch.float64)
+    y = ref.clone().half()
+    y[3] += 3 * DTYPES["float16"].tolerance  # of |ref| + rms = 2: one and a half times the tolerance
+    assert gate(y, ref, "float16").message is not None and gate(y, ref, "float16", slack=2.0).message is None
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_float8_is_compared(dtype: str) -> None:
     y = torch.tensor([0.5, 1.0, 2.0]).to(DTYPES[dtype].torch())

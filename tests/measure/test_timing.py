@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kronsched.hardware import PRESETS, resolve_target
+from kronsched.measure import energy
 from kronsched.measure.baseline import time_callable
 from kronsched.measure.energy import NvmlEnergy, joules_per_call
 from kronsched.measure.timing import CPU_PLAN, CUDA_PLAN, MAX_SETS, UNKNOWN_CACHE, TimingPlan, noise, sets_for, time_calls
@@ -121,6 +122,35 @@ def test_energy_is_divided_by_the_calls() -> None:
     assert meter.started == 1
     assert joules == pytest.approx(12.0 / (4 * (len(bursts) - 1)))  # one burst is warm-up
     assert joules_per_call(Counter(None), lambda: None, 1, lambda: None, seconds=0.0) is None
+
+
+class Ticking(Counter):
+    """A counter that moves by 5 joules with every third burst."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.bursts = 0
+
+    def burst(self) -> None:
+        self.bursts += 1
+
+    def read(self) -> float | None:
+        return 5.0 * (self.bursts // 3)
+
+
+def test_energy_counts_between_two_moves_of_the_counter() -> None:
+    meter = Ticking()
+    joules = joules_per_call(meter, meter.burst, 4, lambda: time.sleep(0.001), seconds=0.02)
+    assert joules == pytest.approx(5.0 / 12)  # however the window lies to the moves
+    assert meter.bursts % 3 == 0
+
+
+def test_a_counter_that_stands_still_or_is_not_there_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy, "STUCK_S", 0.01)
+    meter = Ticking()
+    assert joules_per_call(meter, lambda: None, 1, lambda: time.sleep(0.001), seconds=0.01) is None
+    monkeypatch.setattr(meter, "read", lambda: None)
+    assert joules_per_call(meter, meter.burst, 1, lambda: None, seconds=0.0) is None
 
 
 def test_no_nvml_means_no_energy(monkeypatch: pytest.MonkeyPatch) -> None:
