@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kronsched.runtime.module import TunedModule as TunedModule
     from kronsched.search.tuner import TuneResult as TuneResult
     from kronsched.search.tuner import tune as tune
+    from kronsched.workloads.conv2d import Conv2d as Conv2d
     from kronsched.workloads.gemm import Gemm as Gemm
     from kronsched.workloads.kron import KronMatmul as KronMatmul
     from kronsched.workloads.ks import KSMatmul as KSMatmul
@@ -29,6 +30,7 @@ _WHERE = {
     "KronMatmul": "kronsched.workloads.kron",
     "KSMatmul": "kronsched.workloads.ks",
     "Gemm": "kronsched.workloads.gemm",
+    "Conv2d": "kronsched.workloads.conv2d",
     "tune": "kronsched.search.tuner",
     "TuneResult": "kronsched.search.tuner",
     "load": "kronsched.runtime.load",

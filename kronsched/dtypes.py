@@ -19,7 +19,7 @@ class DType:
     name: the public name, the same in torch, numpy (with ml_dtypes) and TVM.
     bits: storage bits of one element.
     accumulate: dtype in which sums are kept. Never below float32 for floating types.
-    tolerance: largest accepted `max_relative_error` (see `kronsched.measure.check`) of a result in
+    tolerance: largest accepted `max_relative_error` (see `kronsched.measure.check`), times `Workload.slack`, of a result in
         this dtype against a float64 reference computed from the same (already rounded) inputs. It
         leaves room for one rounding to storage per shared-memory exchange of a fused chain.
     """

@@ -129,6 +129,9 @@ def test_tune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.pop("workload") == KronMatmul(4, ((4, 4), (4, 4)), "float16")
     assert seen == {
         "target": "cpu",
+        "devices": None,
+        "cluster": None,
+        "cluster_key": None,
         "trials": 1,
         "log": "x.jsonl",
         "strategy": "random",

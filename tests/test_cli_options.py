@@ -10,9 +10,12 @@ import click
 import pytest
 
 from kronsched import register_family
-from kronsched.cli.options import FamilyGroup, workload_options
+from kronsched.cli.options import FamilyGroup, workload_from_options, workload_options
 from kronsched.errors import ArgumentError
 from kronsched.workloads.base import Workload
+from kronsched.workloads.conv2d import Conv2d
+
+CONV_OPTIONS = {"n": 1, "c_in": 8, "c_out": 8, "kernel": "3x5", "groups": None}
 
 
 class Bare(Workload):
@@ -79,3 +82,14 @@ def test_a_field_no_option_can_be_made_from() -> None:
 
 def test_workloads_survive_json() -> None:
     assert Many.from_fields(json.loads(json.dumps(Many(3, hw=(2, 2)).to_dict()))).rows == 3  # type: ignore[attr-defined]
+
+
+def test_one_option_may_set_two_fields() -> None:
+    conv = workload_from_options(Conv2d, {f"workload_{n}": v for n, v in CONV_OPTIONS.items()} | {"workload_h": "9x7"})
+    assert isinstance(conv, Conv2d)
+    assert (conv.h, conv.w, conv.kernel, conv.has_scale) == (9, 7, (3, 5), True)
+    flags = [option.opts[0] for option in workload_options(Conv2d)]
+    assert "--hw" in flags
+    assert "--w" not in flags
+    with pytest.raises(ArgumentError, match="'9x' is not allowed"):
+        workload_from_options(Conv2d, {f"workload_{n}": v for n, v in CONV_OPTIONS.items()} | {"workload_h": "9x"})

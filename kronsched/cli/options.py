@@ -70,7 +70,8 @@ class FamilyGroup(click.Group):
 def workload_options(cls: type[Workload]) -> list[click.Option]:
     """One option a field. Values are validated by the workload itself, so that the API and the CLI say the same."""
     hints = typing.get_type_hints(cls)
-    return [_option(cls.__name__, f, hints[f.name]) for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    shown = [f for f in dataclasses.fields(cls) if f.metadata.get("cli", "") is not None]  # type: ignore[arg-type]
+    return [_option(cls.__name__, f, hints[f.name]) for f in shown]
 
 
 def _option(owner: str, f: dataclasses.Field[Any], hint: Any) -> click.Option:
@@ -95,11 +96,13 @@ def _option(owner: str, f: dataclasses.Field[Any], hint: Any) -> click.Option:
 
 def workload_from_options(cls: type[Workload], values: dict[str, Any]) -> Workload:
     """Take the workload's values out of `values` and build it; an option not given keeps the field's default."""
-    fields = {}
+    fields: dict[str, Any] = {}
     for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-        value = values.pop(_parameter(f.name))
-        if value is not None:
-            fields[f.name] = f.metadata["parse"](value) if "parse" in f.metadata else value
+        value = values.pop(_parameter(f.name), None)
+        if value is None:
+            continue
+        value = f.metadata["parse"](value) if "parse" in f.metadata else value
+        fields.update(zip(f.metadata["sets"], value, strict=True) if "sets" in f.metadata else [(f.name, value)])
     return cls(**fields)
 
 

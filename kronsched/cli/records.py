@@ -110,11 +110,11 @@ def _report(*, log: str, out: str, as_json: bool) -> int:
     return 0
 
 
-def _thin(*, log: str, out: str, as_json: bool) -> int:
-    from kronsched.records.thin import thin_log
+def _thin(*, log: str, out: str, best: int | None, as_json: bool) -> int:
+    from kronsched.records.thin import best_log, thin_log
 
     with only_json(as_json):
-        kept = thin_log(log, out)
+        kept = thin_log(log, out) if best is None else best_log(log, out, best)
     if as_json:
         print_json({"log": log, "table": out, "records": kept})
     else:
@@ -159,9 +159,10 @@ thin = click.Command(
     "thin",
     params=[
         _LOG,
-        click.Option(["-o", "--out"], type=click.Path(), required=True, help="Table to write, *.jsonl.gz."),
+        click.Option(["-o", "--out"], type=click.Path(), required=True, help="Table to write, *.jsonl.gz; with --best *.jsonl."),
+        click.Option(["--best"], type=click.IntRange(1), default=None, help="Only so many of the fastest of each workload."),
         json_option,
     ],
     callback=_thin,
-    help="Write a log as a small table for `kronsched simulate`: medians instead of all samples.",
+    help="Write a log as a small table for `kronsched simulate`: medians instead of all samples. With --best, a log for `load`.",
 )

@@ -18,11 +18,13 @@ from kronsched.cli.doctor import doctor
 from kronsched.cli.emit import emit
 from kronsched.cli.plugins import import_plugin
 from kronsched.cli.records import replay, report, show, thin
+from kronsched.cli.select import select
 from kronsched.cli.simulate import simulate
 from kronsched.cli.space import space
 from kronsched.cli.strategies import strategies
 from kronsched.cli.train import train
 from kronsched.cli.tune import tune
+from kronsched.cli.worker import worker
 from kronsched.errors import KronschedError, UserError
 
 DONE, FAILED, BAD_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
@@ -38,8 +40,9 @@ def cli(plugins: tuple[str, ...], debug: bool) -> None:
         import_plugin(plugin)
 
 
-for _command in (tune, replay, show, space, emit, bench, report, compare, thin, simulate, strategies, train, doctor):
+for _command in (tune, replay, show, space, emit, bench, report, compare, thin, simulate, strategies, train, worker, doctor):
     cli.add_command(_command)
+cli.add_command(select)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 _OPTIONS = (
     click.Option(["--trials"], type=click.INT, default=64, help="New candidates to measure. [default: 64]"),
     target_option,
+    click.Option(["--devices"], default=None, help="Instead of --target, GPUs of one model, such as cuda:0,cuda:1."),
+    click.Option(["--cluster"], default=None, help="Addresses of `kronsched worker`s, such as host1:7433,host2:7433."),
+    click.Option(
+        ["--cluster-key"], type=click.Path(dir_okay=False), default=None, help="File with their shared key. [default: yours]"
+    ),
     click.Option(
         ["--log"], type=click.Path(), default=None, help="Log to append to. [default: one a workload, in your data directory]"
     ),
@@ -46,7 +51,7 @@ def _tune(workload: Workload, *, log: str | None, quiet: bool, as_json: bool, **
 
     with only_json(as_json):
         try:
-            with tuning_progress(quiet, f"{workload.label} on {options['target']}") as progress:
+            with tuning_progress(quiet, f"{workload.label} on {_where(options)}") as progress:
                 result = run_tune(workload, log=log, progress=progress, **options)
         except KeyboardInterrupt:
             kept = Path(log) if log else default_log(workload)
@@ -60,6 +65,10 @@ def _tune(workload: Workload, *, log: str | None, quiet: bool, as_json: bool, **
     if nothing_found:
         click.echo(f"kronsched: no candidate was ok; failures: {counts_text(result.failures)}", err=True)
     return 1 if nothing_found else 0
+
+
+def _where(options: dict[str, Any]) -> str:
+    return str(options["devices"] or (f"the cluster {options['cluster']}" if options["cluster"] else options["target"]))
 
 
 def _print(result: TuneResult) -> None:

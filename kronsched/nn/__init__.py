@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from kronsched.nn.monarch import ButterflyLinear as ButterflyLinear
     from kronsched.nn.monarch import MonarchLinear as MonarchLinear
     from kronsched.nn.nearest import nearest_kron as nearest_kron
+    from kronsched.nn.quant_conv2d import QuantConv2d as QuantConv2d
+    from kronsched.nn.w4a16_dynamic import DynamicW4A16 as DynamicW4A16
     from kronsched.nn.w4a16_linear import W4A16Linear as W4A16Linear
 
 _WHERE = {
     "ButterflyLinear": "kronsched.nn.monarch",
     "DynamicKron": "kronsched.nn.dynamic",
+    "DynamicW4A16": "kronsched.nn.w4a16_dynamic",
     "KSLinear": "kronsched.nn.ks_linear",
     "KronLinear": "kronsched.nn.kron_linear",
     "MonarchLinear": "kronsched.nn.monarch",
+    "QuantConv2d": "kronsched.nn.quant_conv2d",
     "W4A16Linear": "kronsched.nn.w4a16_linear",
     "kron_matmul": "kronsched.nn.functional",
     "ks_matmul": "kronsched.nn.ks_functional",

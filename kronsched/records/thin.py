@@ -1,7 +1,8 @@
 """Thinning a log to what simulation and cost models read, so that exhaustive tables are small enough to ship.
 
-Read first: `thin_log`. All samples of a measurement go (their median and noise stay, rounded), repeated configs keep the last
-record, texts that repeat in every record (versions, driver) stay: they compress to nothing and say where the numbers come from.
+Read first: `thin_log`, `best_log` (what `load` needs). All samples of a measurement go (their median and noise stay, rounded),
+repeated configs keep the last record, texts that repeat in every record (versions, driver) stay: they compress to nothing and say
+where the numbers come from.
 """
 
 from __future__ import annotations
@@ -57,3 +58,25 @@ def _thin(record: TuningRecord) -> dict[str, Any]:
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def best_log(log: str | os.PathLike[str], out: str | os.PathLike[str], count: int = 1) -> int:
+    """Write the `count` fastest records of each workload and device, thinned, as a log that `load` reads; how many there are.
+
+    log: a .jsonl or .jsonl.gz log.  out: the .jsonl to write, replaced when it is there. Raises ArgumentError when a path cannot
+    be used.
+    """
+    target = Path(out)
+    if target.suffix != ".jsonl":
+        raise ArgumentError(f"out={str(target)!r} is not allowed: a name that ends in .jsonl is needed, which `load` reads")
+    groups: dict[tuple[str, str], dict[str, TuningRecord]] = {}
+    for record in read_log(log):
+        if record.ok and record.median_us is not None:
+            own = groups.setdefault((record.workload_key, record.target["name"]), {})
+            known = own.get(record.candidate.key)
+            if known is None or record.median_us < (known.median_us or 0.0):
+                own[record.candidate.key] = record
+    kept = [r for own in groups.values() for r in sorted(own.values(), key=lambda r: r.median_us or 0.0)[:count]]
+    text = "".join(json.dumps(_thin(r), separators=(",", ":")) + "\n" for r in kept)
+    _replace(target, text.encode())
+    return len(kept)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kronsched.errors import CompileError, InvalidConfig, UnsupportedError
+from kronsched.errors import ArgumentError, CompileError, InvalidConfig, UnsupportedError
 from kronsched.hardware import Device, floor_us, raise_ceilings
 from kronsched.measure.base import STATUSES, Measured, Measurer
 from kronsched.records.schema import TuningRecord, record_of
+from kronsched.search.places import place_for
 from kronsched.search.portfolio import Portfolio
 from kronsched.search.result import TuneEvent, TuneResult
 from kronsched.search.setup import Arm, Plan, check_arguments, plan_for
@@ -50,6 +51,9 @@ def tune(
     strategy_options: Mapping[str, int | float] | None = None,
     progress: Progress | None = None,
     measurer: Measurer | None = None,
+    devices: str | Sequence[str | Device] | None = None,
+    cluster: str | Sequence[str] | None = None,
+    cluster_key: str | os.PathLike[str] | None = None,
 ) -> TuneResult:
     """Search schedules for a workload, measure them on the target, and log every measurement.
 
@@ -65,6 +69,9 @@ def tune(
     batch: candidates a round, None for what the strategy was made for, or more where builders would idle.  builders: build
     processes, None for the cores.
     progress: called with a `TuneEvent` at each step.  measurer: measures instead of this machine; it is not closed.
+    devices: instead of target, several devices of one model, such as "cuda:0,cuda:1": each gets an isolated runner, and
+    candidates wait in one queue.  cluster: addresses of `kronsched worker`s, such as "host1:7433,host2:7433", which build and
+    measure instead of this machine.  cluster_key: the file with their shared key, None for the user's.
 
     Raises UserError subclasses (ArgumentError, ArgumentTypeError, UnsupportedError) before any work, naming the argument, and
     MeasureError when nothing at all can be measured. A candidate that fails is a record with its status, never an exception.
@@ -83,7 +90,10 @@ def tune(
         run_timeout_s=run_timeout_s,
         progress=progress,
     )
-    measuring = measurer is not None
+    if measurer is not None and (devices is not None or cluster is not None):
+        raise ArgumentError("measurer is not allowed with devices or cluster: it says itself where it measures")
+    place = place_for(target, devices, cluster, cluster_key)
+    measuring, target = measurer is not None or place.farm is not None, place.target
     plan = plan_for(workload, target, log, strategy, seed, space, objective, warm_start, strategy_options, compiler, measuring)
     run = _Run(plan, trials, batch, strategy, seed, objective, progress or (lambda event: None))
     run.start()
@@ -92,24 +102,19 @@ def tune(
     if measurer is not None:
         run.loop(measurer)
     else:
-        from kronsched.measure.energy import NvmlEnergy
-        from kronsched.measure.live import LiveMeasurer
-
-        live = LiveMeasurer(
-            workload,
-            [a.schedule for a in plan.arms],
-            plan.device,
-            compiler=compiler,
-            builders=builders,
-            build_timeout_s=build_timeout_s,
-            run_timeout_s=run_timeout_s,
-            seed=seed,
-            observers=[NvmlEnergy()] if objective == "energy" else [],
-        )
+        options = {
+            "compiler": compiler,
+            "builders": builders,
+            "build_timeout_s": build_timeout_s,
+            "run_timeout_s": run_timeout_s,
+            "seed": seed,
+        }
+        live = place.measurer(workload, [a.schedule for a in plan.arms], plan.device, objective == "energy", options)
         try:
             run.loop(live)
         finally:
             live.close()
+            place.close()
     run.check_floor()
     name, us = _reference(plan, run) if plan.device.present else (None, None)
     run.emit("end")
@@ -167,6 +172,9 @@ class _Run:
                 new.append(record)
                 self._count(record)
             begin = time.perf_counter()
+            # In the order of asking, so that what is learned does not depend on which builder or device was quicker.
+            position = {candidate: i for i, candidate in enumerate(batch)}
+            new.sort(key=lambda r: position[r.candidate])
             self.search.tell([observation_of(r, self.objective) for r in new])
             self.search_seconds += seconds + time.perf_counter() - begin
             self.round += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES
-from kronsched.errors import ArgumentError
+from kronsched.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,8 @@ class Workload(abc.ABC):
     """A program of one family at one shape. Subclasses are frozen dataclasses whose fields are JSON values.
 
     A field's `dataclasses.field(metadata=...)` drives the command line, so that a family needs no CLI code:
-    `cli` (option name without dashes; default the field name with dashes), `help`, `parse` (str -> value).
+    `cli` (option name without dashes; default the field name with dashes; None: no option), `help`, `parse` (str -> value),
+    `sets` (names of the fields that the parsed value's items go to; default the field itself).
     Fields must be int, float, str, bool, or have `parse`; values must survive a JSON round trip up to
     list/tuple (`__post_init__` normalises).
     """
@@ -90,6 +91,11 @@ class Workload(abc.ABC):
         return self.inputs[0].dtype
 
     @property
+    def slack(self) -> float:
+        """How many times the output dtype's tolerance (`kronsched.dtypes`) a result may be off: more than 1 for long chains."""
+        return 1.0
+
+    @property
     @abc.abstractmethod
     def label(self) -> str:
         """One short human-readable line, such as "kron m=1024 8x8^5 float16"."""
@@ -117,6 +123,10 @@ class Workload(abc.ABC):
     def flatten_args(self, args: Sequence[Any]) -> list[Any]:
         """Turn the arguments of a public call into the flat list of `inputs` (default: as they are)."""
         return list(args)
+
+    def flatten_named(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """As `flatten_args`, of a call with keywords; a family without optional inputs refuses them."""
+        raise ArgumentTypeError(f"{next(iter(named))!r} was given: a module of {self.family} takes no keyword but out")
 
     # -- identity -----------------------------------------------------------------------------------
 

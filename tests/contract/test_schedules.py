@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kronsched.dtypes import DTYPES
 from kronsched.workloads.base import Workload
+from kronsched.workloads.conv2d import Conv2d
 from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.kron import KronMatmul
 from kronsched.workloads.ks import KSMatmul
@@ -78,6 +79,73 @@ class TestGemmW4A16Cuda(CudaScheduleBattery):
         for config, order in zip(self._configs(workload), ("forward", "reverse"), strict=False):
             error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
             assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+class TestGemmW4A16Wgmma(CudaScheduleBattery):
+    """A tile program for Hopper: run in the emulator."""
+
+    name = "gemm_w4a16_wgmma"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            Gemm(17, 70, 320, group_size=32, zero_point="asymmetric"),
+            Gemm(34, 66, 301, "bfloat16", group_size=96, act_order=True),
+            Gemm(40, 64, 512, "bfloat16", group_size=256),
+            Gemm(130, 130, 264, group_size=-1),
+        ]
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("forward", "reverse"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+# Odd shapes, ragged edges, every dtype. Rows of k of whole 16 bytes first: TMA needs them.
+GEMM_TMA = [
+    Gemm(70, 136, 200, "float16", "float16"),
+    Gemm(1, 1, 8, "bfloat16", "bfloat16"),
+    Gemm(65, 72, 400, "int8", "int8"),
+    Gemm(66, 71, 656, "float8_e4m3fn", "float8_e4m3fn"),
+]
+GEMM_DENSE = [
+    *GEMM_TMA[1:],
+    Gemm(6, 70, 77, "bfloat16", "bfloat16"),
+    Gemm(4, 33, 41, "int8", "int8", out_dtype="int32"),
+    Gemm(6, 20, 50, "float8_e5m2", "float8_e5m2", out_dtype="float16"),
+]
+
+
+class TestGemmDenseCpu(ScheduleBattery):
+    name = "gemm_dense_cpu"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return GEMM_DENSE
+
+
+class TestGemmDenseWgmma(CudaScheduleBattery):
+    """TMA and warpgroup tensor cores: run in the emulator."""
+
+    name = "gemm_dense_wgmma"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return GEMM_TMA
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+class TestGemmDenseMma(TestGemmDenseWgmma):
+    """Tensor cores by mma.sync."""
+
+    name = "gemm_dense_cuda_mma"
+
+    def workloads(self) -> Sequence[Workload]:
+        return GEMM_DENSE
 
 
 class TestKronCudaMma(CudaScheduleBattery):
@@ -189,3 +257,57 @@ class TestKronCudaWgmma(CudaScheduleBattery):
         for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
             error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
             assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+EVERYTHING = {"has_bias": True, "has_residual": True, "relu": True}
+# Odd, padded, strided and dilated shapes, channels that are no multiple of anything, every dtype and part of the epilogue.
+CONV = [
+    Conv2d(1, 7, 5, 3, 10, 3, stride=2, padding=1),
+    Conv2d(2, 9, 9, 48, 40, 3, stride=2, padding=1, **EVERYTHING),
+    Conv2d(2, 1, 1, 512, 100, 1),
+    Conv2d(1, 8, 8, 64, 64, 3, out_dtype="int32", **EVERYTHING),
+    Conv2d(1, 8, 8, 72, 70, (3, 1), padding=(1, 0), dilation=2, in_dtype="float16", has_scale=True, **EVERYTHING),
+    Conv2d(1, 8, 8, 20, 64, 3, padding=(0, 1), in_dtype="bfloat16"),
+    Conv2d(1, 8, 8, 64, 72, 1, stride=2, in_dtype="float8_e5m2", out_dtype="bfloat16", has_scale=True),
+    Conv2d(1, 6, 6, 16, 16, 3, in_dtype="float8_e4m3fn", has_bias=True, relu=True),
+]
+GROUPED = [
+    Conv2d(2, 7, 6, 12, 8, 3, padding=1, groups=4, in_dtype="float16"),
+    Conv2d(1, 7, 6, 16, 16, 3, stride=2, groups=16, has_bias=True),
+    Conv2d(1, 5, 5, 4, 8, 3, padding=1, groups=4, in_dtype="bfloat16", **EVERYTHING),
+]
+
+
+class TestConv2dCpu(ScheduleBattery):
+    name = "conv2d_cpu"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return CONV + GROUPED
+
+
+class TestConv2dCudaSimt(CudaScheduleBattery):
+    name = "conv2d_cuda_simt"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return CONV + GROUPED
+
+
+class TestConv2dCudaMma(CudaScheduleBattery):
+    """A tile program on tensor cores: it runs in the emulator."""
+
+    name = "conv2d_cuda_mma"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return CONV
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
+class TestConv2dCudaWgmma(TestConv2dCudaMma):
+    name = "conv2d_cuda_wgmma"

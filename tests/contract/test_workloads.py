@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kronsched.workloads.base import Workload
+from kronsched.workloads.conv2d import Conv2d
 from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.kron import KronMatmul
 from kronsched.workloads.ks import KSMatmul
@@ -86,8 +88,9 @@ class TestGemm(WorkloadBattery):
             ({**good, "k": True}, "k=True"),
             ({**good, "n": 2**20, "k": 2**20}, "m=4, n=1048576, k=1048576"),
             ({**good, "a_dtype": "float32"}, "a_dtype='float32'"),
-            ({**good, "b_dtype": "float16"}, "b_dtype='float16'"),
+            ({**good, "b_dtype": "bfloat16"}, "b_dtype='bfloat16'"),
             ({**good, "b_dtype": "int8"}, "b_dtype='int8'"),
+            ({**good, "out_dtype": "float32"}, "out_dtype='float32'"),
             ({**good, "b_dtype": None}, "b_dtype=None"),
             ({**good, "group_size": 16}, "group_size=16"),
             ({**good, "group_size": -2}, "group_size=-2"),
@@ -116,6 +119,50 @@ class TestGemm(WorkloadBattery):
                 zero = 8.0 if workload.zero_point == "symmetric" else float(inputs[3][column])
                 w[source, n] = (q - zero) * scales[column]
         return x @ w
+
+
+class TestGemmDense(WorkloadBattery):
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            *(_dense(7, 9, 40, dtype) for dtype in ("float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")),
+            _dense(7, 9, 40, "int8", "int32"),
+            _dense(7, 9, 40, "int8", "bfloat16"),
+            _dense(7, 9, 40, "float8_e4m3fn", "float16"),
+            _dense(1, 1, 1, "float16"),
+            _dense(4096, 4096, 4096, "int8"),
+        ]
+
+    def bad_fields(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        good: dict[str, Any] = {"m": 4, "n": 64, "k": 128, "a_dtype": "int8", "b_dtype": "int8"}
+        return [
+            ({**good, "m": 0}, "m=0"),
+            ({**good, "k": 2**17}, "k=131072"),
+            ({**good, "m": 2**16, "n": 2**16}, "m=65536, n=65536"),
+            ({**good, "a_dtype": "int32"}, "a_dtype='int32'"),
+            ({**good, "b_dtype": "float16"}, "b_dtype='float16'"),
+            ({**good, "b_dtype": "int4"}, "b_dtype='int4'"),
+            ({**good, "out_dtype": "int8"}, "out_dtype='int8'"),
+            ({**good, "out_dtype": None}, "out_dtype=None"),
+            ({**good, "a_dtype": "float8_e4m3fn", "b_dtype": "float8_e5m2"}, "b_dtype='float8_e5m2'"),
+            ({**good, "group_size": 64}, "group_size=64"),
+            ({**good, "zero_point": "asymmetric"}, "zero_point='asymmetric'"),
+            ({**good, "act_order": True}, "act_order=True"),
+        ]
+
+    def dense(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Element by element, in numpy."""
+        assert isinstance(workload, Gemm)
+        if workload.flops > 500_000:
+            return None
+        x, w = (t.to(torch.float64 if t.is_floating_point() else torch.int64) for t in inputs[:2])
+        y = (x[:, None, :] * w[None, :, :]).sum(dim=2).double()
+        for axis, scale in enumerate(inputs[2:]):
+            y = y * scale.double().unsqueeze(1 - axis)
+        return y
+
+
+def _dense(m: int, n: int, k: int, dtype: str, out_dtype: str = "") -> Gemm:
+    return Gemm(m, n, k, dtype, dtype, out_dtype=out_dtype)
 
 
 class TestKS(WorkloadBattery):
@@ -166,3 +213,75 @@ class TestKS(WorkloadBattery):
                     k[i, :, inner, i, :, inner] = w[i, :, :, inner].double()
             y = y @ k.reshape(a * b * d, a * c * d).T
         return y if workload.batch_first else y.T
+
+
+class TestConv2d(WorkloadBattery):
+    def workloads(self) -> Sequence[Workload]:
+        everything: dict[str, Any] = {"has_bias": True, "has_residual": True, "relu": True}
+        return [
+            Conv2d(1, 7, 5, 3, 10, 3, stride=2, padding=1),
+            Conv2d(2, 5, 5, 6, 8, 3, padding=1, **everything),
+            Conv2d(2, 5, 5, 6, 8, 3, out_dtype="int32", **everything),
+            Conv2d(1, 6, 5, 8, 4, (3, 1), stride=(2, 1), padding=(1, 0), dilation=2, in_dtype="float16", has_scale=True),
+            Conv2d(1, 6, 6, 8, 8, 3, groups=2, in_dtype="bfloat16", **everything),
+            Conv2d(2, 6, 6, 8, 8, 3, padding=1, groups=8, has_scale=False),
+            Conv2d(1, 6, 6, 8, 8, 3, in_dtype="float8_e4m3fn", has_scale=True, **everything),
+            Conv2d(1, 6, 6, 8, 8, 3, in_dtype="float8_e5m2", out_dtype="bfloat16"),
+            Conv2d(2, 1, 1, 64, 100, 1),
+            Conv2d(8, 56, 56, 64, 64, 3, padding=1),
+        ]
+
+    def bad_fields(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        good: dict[str, Any] = {"n": 1, "h": 8, "w": 8, "c_in": 8, "c_out": 8, "kernel": 3}
+        return [
+            ({**good, "n": 0}, "n=0"),
+            ({**good, "h": 2.5}, "h=2.5"),
+            ({**good, "c_in": True}, "c_in=True"),
+            ({**good, "kernel": 0}, "kernel=0"),
+            ({**good, "kernel": [3]}, "kernel=[3]"),
+            ({**good, "kernel": "3"}, "kernel='3'"),
+            ({**good, "kernel": 9}, "kernel=(9, 9)"),
+            ({**good, "stride": [0, 1]}, "stride=0"),
+            ({**good, "padding": -1}, "padding=-1"),
+            ({**good, "dilation": 0}, "dilation=0"),
+            ({**good, "groups": 3}, "c_in=8"),
+            ({**good, "c_out": 6, "groups": 4}, "c_out=6"),
+            ({**good, "in_dtype": "float32"}, "in_dtype='float32'"),
+            ({**good, "in_dtype": "int4"}, "in_dtype='int4'"),
+            ({**good, "out_dtype": "float16"}, "out_dtype='float16'"),
+            ({**good, "in_dtype": "float16", "out_dtype": "int8"}, "out_dtype='int8'"),
+            ({**good, "out_dtype": "int32", "has_scale": True}, "has_scale=True"),
+            ({**good, "has_scale": 1}, "has_scale=1"),
+            ({**good, "relu": 1}, "relu=1"),
+            ({**good, "n": 2**20, "h": 256, "w": 256}, "needs a tensor"),
+        ]
+
+    def dense(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """torch's own convolution in float64, and the epilogue value by value."""
+        assert isinstance(workload, Conv2d)
+        named = dict(zip((t.name for t in workload.inputs), inputs, strict=True))
+        x, w = (named[n].double().permute(0, 3, 1, 2) for n in ("x", "w"))
+        attrs: dict[str, Any] = {n: getattr(workload, n) for n in ("stride", "padding", "dilation", "groups")}
+        y = torch.nn.functional.conv2d(x, w, **attrs).permute(0, 2, 3, 1)
+        y = y.round() if workload.in_dtype == "int8" else y
+        scale, bias, rest = named.get("scale"), named.get("bias"), named.get("residual")
+        if workload.out_dtype == "int8":
+            flat = (y + (0 if bias is None else bias)).reshape(-1).tolist()
+            scales = [1.0] * workload.c_out if scale is None else scale.tolist()
+            more = [0] * len(flat) if rest is None else _rescaled(rest.reshape(-1).tolist(), float(named["residual_scale"]))
+            low = 0 if workload.relu else -128
+            out = [min(127, max(low, round(_f32(_f32(v) * scales[i % workload.c_out])) + more[i])) for i, v in enumerate(flat)]
+            return torch.tensor(out, dtype=torch.float64).reshape(y.shape)
+        y = y if scale is None else y * scale
+        y = y if bias is None else y + bias
+        y = y if rest is None else y + rest.double()
+        return y.relu() if workload.relu else y
+
+
+def _f32(value: float) -> float:
+    """Rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _rescaled(values: Sequence[int], scale: float) -> list[int]:
+    return [round(_f32(v * scale)) for v in values]

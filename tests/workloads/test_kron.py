@@ -34,6 +34,11 @@ def test_flops_are_those_of_the_cheapest_order(factors: list[tuple[int, int]], m
     assert _flops_in_order(m, factors, workload.order) == min(costs)
 
 
+def test_only_long_16_bit_chains_get_more_than_the_tolerance_of_the_dtype() -> None:
+    found = {dtype: [KronMatmul(2, [(2, 2)] * n, dtype).slack for n in (1, 3, 6)] for dtype in ("float16", "bfloat16", "float32")}
+    assert found == {"float16": [1, 1, 2], "bfloat16": [1, 1, 2], "float32": [1, 1, 1]}
+
+
 def test_equal_factors_are_contracted_from_the_last() -> None:
     assert KronMatmul(4, [(8, 8)] * 4).order == (3, 2, 1, 0)
 
