@@ -25,16 +25,30 @@ def test_there_are_shipped_logs_and_tables() -> None:
 
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda p: p.stem)
-def test_a_shipped_log_reads_and_its_best_record_rebuilds(path: Path) -> None:
+def test_a_shipped_log_reads_and_its_records_are_found(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         records = read_log(path)
-    assert len(records) == 64 and all(r.ok for r in records)
-    (best,) = replay(path, best=True)
-    assert best.digest_matches is True, best.message
-    workload = registry.workload_from_dict(records[0].workload)
-    found = find_best(workload, resolve_target("nvidia/h200"), [shipped_dir()])
-    assert found is not None and found.median_us == min(r.median_us for r in records if r.median_us)
+    assert records and all(r.ok for r in records)
+    for key in dict.fromkeys(r.workload_key for r in records):
+        own = [r for r in records if r.workload_key == key]
+        found = find_best(registry.workload_from_dict(own[0].workload), resolve_target("nvidia/h200"), [shipped_dir()])
+        assert found is not None and found.median_us is not None
+        assert found.median_us <= min(r.median_us for r in own if r.median_us)
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda p: p.stem)
+def test_the_first_record_of_a_shipped_log_rebuilds(path: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.jsonl"
+    one.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    (again,) = replay(one)
+    assert again.digest_matches is True, again.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LOGS, ids=lambda p: p.stem)
+def test_the_best_records_of_a_shipped_log_rebuild(path: Path) -> None:
+    assert [r.message for r in replay(path, best=True) if r.digest_matches is not True] == []
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)

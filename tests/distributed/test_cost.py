@@ -85,7 +85,11 @@ def test_more_rows_than_a_tensor_may_have() -> None:
     assert plan(2**20, FACTORS, 1, **EASY).us == pytest.approx(2**20 / 100, rel=1e-2)
 
 
-def test_weak_scaling_of_rows_is_nearly_perfect_and_of_columns_is_not() -> None:
+def test_weak_scaling_of_rows_is_nearly_perfect_and_of_columns_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kronsched.records import database
+
+    # A shipped record of one of these products, beside the roofline of the others, would make the others look too good.
+    monkeypatch.setattr(database, "find_best", lambda w, device: None)
     big = ((64, 64),) * 4
     points = scaling(16, big, ranks=(1, 16, 1024), device="nvidia/h200")
     assert [p.ranks for p in points] == [1, 16, 1024]
