@@ -33,6 +33,8 @@ class ScheduleBattery:
     target = "cpu"
     """The device whose limits apply."""
     random_configs = 2
+    quick: int | None = None
+    """Where a build is slow: so many workloads, spread over the list, are tested each time, the others with `-m slow`."""
 
     def workloads(self) -> Sequence[Workload]:
         """Workloads the schedule supports: ordinary and adversarial ones, every dtype among them."""
@@ -47,7 +49,11 @@ class ScheduleBattery:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "workload" in metafunc.fixturenames:
-            metafunc.parametrize("workload", self.workloads(), ids=lambda w: w.label)
+            workloads = self.workloads()
+            step = len(workloads) / (self.quick or len(workloads))
+            quick = {int(i * step) for i in range(len(workloads))}
+            marked = [pytest.param(w, marks=() if i in quick else pytest.mark.slow, id=w.label) for i, w in enumerate(workloads)]
+            metafunc.parametrize("workload", marked)
 
     # -- the space ----------------------------------------------------------------------------------
 
@@ -105,9 +111,10 @@ class ScheduleBattery:
             error = max_relative_error(output, ref)
             assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
 
-    def test_launches_use_known_tensors_and_write_the_output(self, workload: Workload) -> None:
+    def test_program_is_a_function_of_the_config_and_writes_the_output(self, workload: Workload) -> None:
         config = self.schedule.default_config(workload, self.device())
-        scheduled = self.schedule.apply(workload, config, self.device())
+        scheduled, again = (self.schedule.apply(workload, config, self.device()) for _ in range(2))
+        assert scheduled.mod.script() == again.mod.script()
         known = {t.name for t in (*workload.inputs, workload.output, *scheduled.scratch)}
         assert len(known) == len(workload.inputs) + 1 + len(scheduled.scratch), "scratch hides another tensor"
         functions = {g.name_hint for g in scheduled.mod.get_global_vars()}
@@ -118,11 +125,6 @@ class ScheduleBattery:
         assert workload.output.name in scheduled.launches[-1].args
         used = {a for launch in scheduled.launches for a in launch.args}
         assert {t.name for t in scheduled.scratch} <= used
-
-    def test_program_is_a_function_of_the_config(self, workload: Workload) -> None:
-        config = self.schedule.default_config(workload, self.device())
-        first, second = (self.schedule.apply(workload, config, self.device()).mod.script() for _ in range(2))
-        assert first == second
 
     def test_features_are_finite_and_alike(self, workload: Workload) -> None:
         schedule, device = self.schedule, self.device()

@@ -41,6 +41,7 @@ class TestKronCpu(ScheduleBattery):
 
 class TestKronCudaSimt(CudaScheduleBattery):
     name = "kron_cuda_simt"
+    quick = 9
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -70,6 +71,7 @@ class TestGemmW4A16Cuda(CudaScheduleBattery):
     """A tile program: it runs in the emulator, the others' serial form being out of reach."""
 
     name = "gemm_w4a16_cuda"
+    quick = 4
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -152,6 +154,7 @@ class TestKronCudaMma(CudaScheduleBattery):
     """Tile programs on tensor cores: run in the emulator."""
 
     name = "kron_cuda_mma"
+    quick = 8
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -180,6 +183,7 @@ class TestKronCudaChain(CudaScheduleBattery):
     """Tile programs on registers: run in the emulator."""
 
     name = "kron_cuda_chain"
+    quick = 5
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -212,6 +216,7 @@ KS = [
 
 class TestKSCpu(ScheduleBattery):
     name = "ks_cpu"
+    quick = 12
 
     def workloads(self) -> Sequence[Workload]:
         return KS
@@ -219,6 +224,7 @@ class TestKSCpu(ScheduleBattery):
 
 class TestKSCudaSimt(CudaScheduleBattery):
     name = "ks_cuda_simt"
+    quick = 9
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -229,6 +235,7 @@ class TestKSCudaMma(CudaScheduleBattery):
     """A tile program on tensor cores: it runs in the emulator."""
 
     name = "ks_cuda_mma"
+    quick = 5
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -298,6 +305,7 @@ class TestConv2dCudaMma(CudaScheduleBattery):
     """A tile program on tensor cores: it runs in the emulator."""
 
     name = "conv2d_cuda_mma"
+    quick = 5
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:

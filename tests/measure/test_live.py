@@ -241,7 +241,7 @@ def test_no_worker_outlives_the_tuner(tmp_path: Path, how: signal.Signals) -> No
         assert len(workers) >= 3
         start = time.monotonic()
         os.kill(process.pid, how)
-        process.wait(timeout=10)
+        process.wait(timeout=30)
         while any(map(alive, workers)) and time.monotonic() - start < 10:
             time.sleep(0.05)
         assert not any(map(alive, workers))
