@@ -74,7 +74,7 @@ def read_rows(path: Path, device: str | None = None) -> dict[str, Row]:
         name = str(data["device"]["name"])
     except OSError as e:
         raise ArgumentError(f"results {str(path)!r} cannot be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, UserError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as e:
         raise ArgumentError(f"{str(path)!r} is not a result of `kronsched bench`: {type(e).__name__}: {e}") from None
     if device is not None and name != device:
         raise ArgumentError(f"results {str(path)!r} are of {name}, this is {device}: name another file")

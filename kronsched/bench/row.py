@@ -116,10 +116,15 @@ class Row:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Row:
-        """The row that `to_dict` described. Raises what the workload's registry raises, KeyError or TypeError for other data."""
+        """The row that `to_dict` described. Raises what the workload's registry raises, or KeyError, TypeError, ValueError."""
         from kronsched import registry
 
         kernel = data.get("kernel")
+        for what in ("peers", "published", "joules"):
+            for name, value in dict(data.get(what, {})).items():
+                _positive(f"{what}.{name}", value)
+        for name in ("us", "floor_us"):
+            _positive(name, data[name])
         return cls(
             workload=registry.workload_from_dict(data["workload"]),
             us=data["us"],
@@ -135,6 +140,16 @@ class Row:
             information=tuple(data.get("information", ())),
             joules=dict(data.get("joules", {})),
         )
+
+
+def _positive(name: str, value: Any) -> None:
+    """A measured number: finite and above 0, or None."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} must be a number")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a number > 0")
 
 
 def best_geomean(rows: Sequence[Row]) -> float | None:

@@ -72,7 +72,7 @@ class Channel:
             found = json.loads(self._connection.recv_bytes(MAX_MESSAGE))
         except (OSError, EOFError) as e:
             raise FarmError(f"{self.peer} is gone: {str(e) or 'it ended'}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise FarmError(f"{self.peer} sent something that is not a message") from None
         if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
             raise FarmError(f"{self.peer} sent something that is not a message")

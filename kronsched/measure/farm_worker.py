@@ -138,7 +138,7 @@ class _Session:
                 return False
         except FarmError:
             raise
-        except (KronschedError, LookupError, TypeError, ValueError) as e:
+        except (KronschedError, ArithmeticError, LookupError, TypeError, ValueError) as e:
             text = str(e) if isinstance(e, KronschedError) else f"the request is wrong: {type(e).__name__}: {e}"
             self._channel.send("failed", message=text)
         return True

@@ -34,8 +34,8 @@ class PackedWeight:
     layout: its shapes.  words, scales, zeros, perm: the packed tensors, all on one device; zeros is None when they are all 8,
     perm when rows are in their own order.  zero_point: "symmetric" (no zeros), "asymmetric" (integers) or "float".
 
-    The tensors are constants to the kernels: on sm_90 a launch begins to read them while the kernel before it ends. Who writes them
-    in place on a GPU calls `torch.cuda.synchronize()` before the next product.
+    The tensors are constants to the kernels: on sm_90 a launch begins to read them while the kernel before it ends. Who writes
+    them in place on a GPU calls `torch.cuda.synchronize()` before the next product.
     """
 
     def __init__(

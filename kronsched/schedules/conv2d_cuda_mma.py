@@ -14,7 +14,15 @@ from kronsched.schedules.base import Schedule, Scheduled
 from kronsched.schedules.conv2d_estimate import estimated_us
 from kronsched.schedules.conv2d_launches import conv2d_launches
 from kronsched.schedules.conv2d_mma_kernel import Warps, mma_program
-from kronsched.schedules.conv2d_tile import ConvTile, address_registers, fitting_knob, make_tile, tile_features, usual_values
+from kronsched.schedules.conv2d_tile import (
+    ConvTile,
+    address_registers,
+    fitting_knob,
+    make_tile,
+    tile_features,
+    unfit,
+    usual_values,
+)
 from kronsched.space import Config, SearchSpace, load_knobs
 from kronsched.workloads.base import Workload
 from kronsched.workloads.conv2d import Conv2d
@@ -45,7 +53,7 @@ class Conv2dCudaMma(Schedule):
             return f"{device.arch}: mma.sync with {workload.in_dtype} needs sm_{least} or later"
         if workload.groups > 1:
             return f"groups={workload.groups}: it serves one group"
-        return None
+        return unfit(workload)
 
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/conv2d_cuda_mma.toml, less the values that mean nothing at this shape."""

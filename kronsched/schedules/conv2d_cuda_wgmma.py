@@ -20,6 +20,7 @@ from kronsched.schedules.conv2d_tile import (
     fitting_knob,
     make_tile,
     tile_features,
+    unfit,
     usual_values,
 )
 from kronsched.schedules.conv2d_wgmma_kernel import Groups, wgmma_program
@@ -46,7 +47,7 @@ class Conv2dCudaWgmma(Schedule):
             return f"{device.arch}: wgmma needs sm_90a"
         if workload.groups > 1:
             return f"groups={workload.groups}: it serves one group"
-        return None
+        return unfit(workload)
 
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/conv2d_cuda_wgmma.toml, less the values that mean nothing at this shape."""

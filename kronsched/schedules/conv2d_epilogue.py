@@ -131,7 +131,8 @@ class Epilogue:
         if self.rest is not None:
             v = v + (self.rest[i] if conv.out_dtype == "int32" else T.Cast("float32", self.rest[i]))
         if conv.relu:
-            v = T.max(v, T.int32(0) if conv.out_dtype == "int32" else T.float32(0))
+            zero = T.int32(0) if conv.out_dtype == "int32" else T.float32(0)
+            v = T.Select(v < zero, zero, v)  # not max, which drops NaN
         return v if self.vector or conv.out_dtype == "int32" else T.Cast(conv.out_dtype, v)
 
     def _requantised(self, a: int, i: int) -> Any:

@@ -207,6 +207,13 @@ def make_tile(
     return tile
 
 
+def unfit(conv: Conv2d) -> str | None:
+    """Why the tensor-core schedules do not serve a shape; None when they do."""
+    if conv.out_dtype == "int32" and conv.c_out % 2:
+        return f"c_out={conv.c_out}: int32 results are stored in pairs of channels"
+    return None
+
+
 def fitting_knob(knob: Knob, conv: Conv2d, device: Device) -> Knob:
     """The knob less the values that are valid in no config of this shape, or the same as another."""
     taps, (channels, piece) = conv.kernel[0] * conv.kernel[1], read_channels(conv)

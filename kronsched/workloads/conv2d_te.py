@@ -77,5 +77,5 @@ def epilogue(conv: Conv2d, acc: Any, tensors: Mapping[str, Any], at: tuple[Any, 
     v = acc * tensors["scale"][at[-1]] if conv.has_scale else acc
     v = v + tensors["bias"][at[-1]] if conv.has_bias else v
     v = v + tensors["residual"][at].astype(wide) if conv.has_residual else v
-    v = tirx.max(v, tirx.const(0, wide)) if conv.relu else v
+    v = tirx.Select(v < tirx.const(0, wide), tirx.const(0, wide), v) if conv.relu else v  # not max, which drops NaN
     return v.astype(out)

@@ -118,10 +118,13 @@ class KronMatmul(Workload):
     def slack(self) -> float:
         """1 up to three factors; with more, 16-bit chains are rounded more often than the dtype's tolerance leaves room for.
 
+        At most 3, that of nine factors; factors of one element do not count.
+
         Errors of roundings add up at worst: `kronsched bench kron --dtype float16,bfloat16` shows torch's own products, rounded
         after every factor, beyond the plain tolerance from six factors on (`peer_errors` of its JSON).
         """
-        return max(1.0, len(self.factors) / 3) if DTYPES[self.dtype].bits == 16 else 1.0
+        factors = sum(p * q > 1 for p, q in self.factors)
+        return min(3.0, max(1.0, factors / 3)) if DTYPES[self.dtype].bits == 16 else 1.0
 
     @property
     def label(self) -> str:

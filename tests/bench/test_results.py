@@ -43,6 +43,23 @@ def test_a_row_survives_its_json() -> None:
     assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"us": "x"}, {"us": -1}, {"us": 0}, {"us": float("nan")}, {"floor_us": True}, {"peers": {"bmm": float("inf")}}]
+)
+def test_a_row_of_wrong_values_is_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"device": {"name": "GPU"}, "rows": [{**_row().to_dict(), **wrong}]}))
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        read_rows(path)
+
+
+def test_nested_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ArgumentError, match="not a result"):
+        read_rows(path)
+
+
 def test_a_run_in_pieces_ends_in_one_file(tmp_path: Path) -> None:
     path, other = tmp_path / "r.json", KSMatmul(batch=9, pattern=(1, 2, 2, 2))
     first = Results(path, _describe, "GPU")

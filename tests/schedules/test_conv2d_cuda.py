@@ -30,6 +30,27 @@ def tile(conv: Conv2d, **knobs: Any) -> ConvTile:
     return make_tile(conv, {**KNOBS, **knobs}, H200, (128, 64), 128, 3, 2)
 
 
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_an_odd_number_of_int32_channels_is_left_to_others(name: str) -> None:
+    odd = Conv2d(2, 8, 8, 16, 21, 3, padding=1, in_dtype="int8", out_dtype="int32")
+    assert "c_out=21" in str(registry.schedule(name).supports(odd, H200))
+    assert registry.schedule(name).supports(replace(odd, c_out=22), H200) is None
+    assert [s.name for s in registry.schedules_for(odd, H200)] == ["conv2d_cuda_simt"]
+
+
+@emulated
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_relu_keeps_nan(name: str) -> None:
+    conv = Conv2d(1, 2, 2, 16, 16, 1, in_dtype="float16", relu=True)
+    schedule = registry.schedule(name)
+    x, w = conv.make_inputs(0)
+    x[0, 1, 1, 3] = float("nan")
+    lowered = lower(conv, schedule, schedule.default_config(conv, H200), H200)
+    y = torch.zeros(conv.output.shape, dtype=torch.float16)
+    run_lowered(lowered, {"x": x.numpy(), "w": w.numpy(), "y": y.numpy()})
+    assert y[0, 1, 1].isnan().all() and not y[0, 0].isnan().any() and y[0, 0].min() == 0
+
+
 # -- arithmetic ---------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,15 @@ def test_int8_rounds_halves_to_even_and_saturates() -> None:
     assert y.flatten().tolist() == [0, 2 + 0, 2 + 2, 0, 64 + 64 - 1, -64 - 64]
 
 
+def test_relu_keeps_nan() -> None:
+    import kronsched
+
+    conv = kronsched.Conv2d(1, 1, 1, 1, 1, 1, in_dtype="float16", relu=True)
+    mod = kronsched.load(conv, device="cpu")
+    values = [mod(torch.full((1, 1, 1, 1), v).half(), torch.ones(1, 1, 1, 1).half()).item() for v in (float("nan"), -1.0, 2.0)]
+    assert values[0] != values[0] and values[1:] == [0.0, 2.0]
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_fp8_value_is_read_right(dtype: str) -> None:
     conv = Conv2d(1, 1, 256, 1, 1, 1, in_dtype=dtype, out_dtype="bfloat16")

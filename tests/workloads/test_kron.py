@@ -37,6 +37,8 @@ def test_flops_are_those_of_the_cheapest_order(factors: list[tuple[int, int]], m
 def test_only_long_16_bit_chains_get_more_than_the_tolerance_of_the_dtype() -> None:
     found = {dtype: [KronMatmul(2, [(2, 2)] * n, dtype).slack for n in (1, 3, 6)] for dtype in ("float16", "bfloat16", "float32")}
     assert found == {"float16": [1, 1, 2], "bfloat16": [1, 1, 2], "float32": [1, 1, 1]}
+    assert KronMatmul(2, [(1, 1)] * 40 + [(2, 2)] * 3, "bfloat16").slack == 1
+    assert KronMatmul(2, [(2, 2)] * 20, "bfloat16").slack == 3
 
 
 def test_equal_factors_are_contracted_from_the_last() -> None:
