@@ -2,8 +2,7 @@
 
 A chunk of a block costs as much as the slowest of what it needs: tensor cores, shared memory (copies in, operands out), the
 way from L2, and instructions of the copies. Blocks of an SM share these; a block alone is held up by latencies as well. The
-constants were fitted to 614 timings of 72 ResNet-50 layers on an H200, in clocks of an SM: the config it would have picked
-among those measured took 1.07 times as long as the best of them, in the geometric mean.
+constants, in clocks of an SM, were fitted to try-outs of ResNet-50 layers on an H200, which are not shipped.
 """
 
 from __future__ import annotations
