@@ -1,4 +1,4 @@
-"""The chained Kron-Matmul kernel of float32, and of P = 2 and 4 in any type: FMA on radix-64 register groups, one launch.
+"""The float32 chained Kron-Matmul kernel of P = 2, 4 and 8: FMA on radix-64 register groups, one launch.
 
 A row is (A, K, B): A the first axes, 64 elements; B the last axes, 64 elements; K one axis of size P, or none.
 
@@ -7,8 +7,7 @@ A row is (A, K, B): A the first axes, 64 elements; B the last axes, 64 elements;
 
 Each exchange is in place; a (A, K) line of 64 floats is padded by four, which keeps every access free of bank conflicts. Factors
 are read from shared memory, 16 bytes for all lanes at once, for `group` sums at a time. The next rows come by cp.async into spare
-shared memory; the planes of A that do not fit there come through registers during the last phase. 16-bit values are float32 from
-the first load to the only rounding, at the end.
+shared memory; the planes of A that do not fit there come through registers during the last phase.
 
 Read first: `chain_fma`.
 """
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kronsched.schedules.kron_chain_half import PACK
 from kronsched.schedules.kron_chain_l2 import bring
 from kronsched.schedules.kron_chain_plan import PITCH, RADIX, ChainPlan
 
@@ -30,10 +28,7 @@ _COPY = "cp.async.cg.shared.global"
 
 
 def chain_fma(plan: ChainPlan) -> Any:
-    """The PrimFunc of P^N = 4096 or 4096 P. Parameters x, f0 … f12, y; surplus factors are unused.
-
-    16-bit types: x and y as 32-bit words, factors as 16-bit words; two lanes read the same word and take their half of it.
-    """
+    """The PrimFunc of P^N = 4096 or 4096 P. Parameters x, f0 … f12, y; surplus factors are unused."""
     from tvm.script import tirx as T
 
     p, n, m, rows, threads = plan.p, plan.n, plan.m, plan.rows, plan.threads
@@ -49,48 +44,29 @@ def chain_fma(plan: ChainPlan) -> Any:
     group, c_group = min(plan.group, RADIX // p), min(plan.group, 4 * repeat)
     items = RADIX * 16 // lane_count  # of a thread in the last phase: 16 columns of four, 64 of A
     ragged, looped = m % rows != 0, grid < blocks
-    half16 = plan.dtype != "float32"
-    per = 2 if half16 else 1  # elements of a word
-    table = line + rows * staged * lane_count // per
-    word = "uint32" if half16 else "float32"  # of x, y and the stage
-    given = "uint16" if half16 else "float32"  # of the factors
-    low, high = (0x1044, 0x3244) if plan.dtype == "bfloat16" else (0x4410, 0x4432)  # prmt selectors of an element of a word
-    load = LOADS[plan.load] + (".b32" if half16 else ".f32")
-    store = STORES[plan.store] + (".v2.b32" if half16 else ".v4.f32")
-    pack = PACK.get(plan.dtype, "")
-
-    def wide(bits: Any) -> Any:
-        """The float32 of a 16-bit element: in the low half of a word (float16) or the high one (bfloat16)."""
-        if plan.dtype == "bfloat16":
-            return T.reinterpret("float32", bits)
-        return T.cast(T.reinterpret("float16", T.cast(bits, "uint16")), "float32")
-
-    def given_value(value: Any) -> Any:
-        if not half16:
-            return value
-        bits = T.cast(value, "uint32")
-        return wide(bits << T.uint32(16) if plan.dtype == "bfloat16" else bits)
+    table = line + rows * staged * lane_count
+    load, store = LOADS[plan.load] + ".f32", STORES[plan.store] + ".v4.f32"
 
     def row_of(block: Any, row: Any) -> Any:
         return T.min(block * rows + row, m - 1) if ragged else block * rows + row
 
     @T.prim_func
     def kernel(
-        x: T.Buffer((m * size // per,), word),
-        f0: T.Buffer((p * p,), given),
-        f1: T.Buffer((p * p,), given),
-        f2: T.Buffer((p * p,), given),
-        f3: T.Buffer((p * p,), given),
-        f4: T.Buffer((p * p,), given),
-        f5: T.Buffer((p * p,), given),
-        f6: T.Buffer((p * p,), given),
-        f7: T.Buffer((p * p,), given),
-        f8: T.Buffer((p * p,), given),
-        f9: T.Buffer((p * p,), given),
-        f10: T.Buffer((p * p,), given),
-        f11: T.Buffer((p * p,), given),
-        f12: T.Buffer((p * p,), given),
-        y: T.Buffer((m * size // per,), word),
+        x: T.Buffer((m * size,), "float32"),
+        f0: T.Buffer((p * p,), "float32"),
+        f1: T.Buffer((p * p,), "float32"),
+        f2: T.Buffer((p * p,), "float32"),
+        f3: T.Buffer((p * p,), "float32"),
+        f4: T.Buffer((p * p,), "float32"),
+        f5: T.Buffer((p * p,), "float32"),
+        f6: T.Buffer((p * p,), "float32"),
+        f7: T.Buffer((p * p,), "float32"),
+        f8: T.Buffer((p * p,), "float32"),
+        f9: T.Buffer((p * p,), "float32"),
+        f10: T.Buffer((p * p,), "float32"),
+        f11: T.Buffer((p * p,), "float32"),
+        f12: T.Buffer((p * p,), "float32"),
+        y: T.Buffer((m * size,), "float32"),
     ):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": plan.per_sm})
@@ -98,8 +74,7 @@ def chain_fma(plan: ChainPlan) -> Any:
         tx = T.thread_id([threads])
         sm = T.alloc_buffer((plan.shared_bytes // 4,), "float32", scope="shared.dyn", align=128)
         R = T.alloc_local([RADIX * repeat], "float32")
-        N = T.alloc_local([max(1, held) * repeat], word)
-        u = T.alloc_local([2], "uint32")
+        N = T.alloc_local([max(1, held) * repeat], "float32")
         V = T.alloc_local([4 * p * repeat], "float32")
         acc = T.alloc_local([max(group, c_group) * p], "float32")
         fv = T.alloc_local([p], "float32")
@@ -109,7 +84,7 @@ def chain_fma(plan: ChainPlan) -> Any:
         def factor(axis, F):
             for v in T.serial((p * p + threads - 1) // threads, unroll=True):
                 if v * threads + tx < p * p:
-                    sm[table + axis * p * p + v * threads + tx] = given_value(F[v * threads + tx])
+                    sm[table + axis * p * p + v * threads + tx] = F[v * threads + tx]
 
         @T.inline
         def contract(S, at, count, stride, at_once, axis):  # S[at …]: `count` elements, the axis among them with this stride
@@ -147,11 +122,11 @@ def chain_fma(plan: ChainPlan) -> Any:
             for part in T.serial(repeat, unroll=True):
                 row = T.meta_var((part * threads + tx) // lane_count)
                 me = T.meta_var((part * threads + tx) % lane_count)
-                for e in T.serial(staged // (4 * per), unroll=True):
+                for e in T.serial(staged // 4, unroll=True):
                     at = T.meta_var((e * lane_count + me) * 4)
                     T.ptx[_COPY](
-                        sm.ptr_to([line + row * (staged * lane_count // per) + at]),
-                        x.ptr_to([row_of(block, row) * (size // per) + at]),
+                        sm.ptr_to([line + row * (staged * lane_count) + at]),
+                        x.ptr_to([row_of(block, row) * size + at]),
                         16,
                     )
             T.ptx.cp.async_.commit_group()
@@ -164,28 +139,16 @@ def chain_fma(plan: ChainPlan) -> Any:
                 for e in T.serial(held, unroll=True):
                     T.ptx[load](
                         N[part * held + e],
-                        x.ptr_to([row_of(block, row) * (size // per) + ((staged + e) * lane_count + me) // per]),
+                        x.ptr_to([row_of(block, row) * size + (staged + e) * lane_count + me]),
                     )
-
-        @T.inline
-        def widen(e, bits, me):  # R[e] = this lane's half of a word
-            T.ptx["prmt.b32"](u[1], bits, T.uint32(0), T.Select(me % 2 == 0, T.uint32(low), T.uint32(high)))
-            R[e] = wide(u[1])
 
         @T.inline
         def take(part, row, me):  # a part's elements, from the stage and N
             for e in T.serial(staged, unroll=True):
-                at = T.meta_var(line + (row * (staged * lane_count) + e * lane_count + me) // per)
-                if half16:
-                    T.ptx["ld.shared.b32"](u[0], sm.ptr_to([at]))
-                    widen(part * RADIX + e, u[0], me)
-                else:
-                    T.ptx["ld.shared.f32"](R[part * RADIX + e], sm.ptr_to([at]))
+                at = T.meta_var(line + row * (staged * lane_count) + e * lane_count + me)
+                T.ptx["ld.shared.f32"](R[part * RADIX + e], sm.ptr_to([at]))
             for e in T.serial(held, unroll=True):
-                if half16:
-                    widen(part * RADIX + staged + e, N[part * held + e], me)
-                else:
-                    R[part * RADIX + staged + e] = N[part * held + e]
+                R[part * RADIX + staged + e] = N[part * held + e]
 
         @T.inline
         def load_part(block, part, row, me):
@@ -193,12 +156,8 @@ def chain_fma(plan: ChainPlan) -> Any:
                 take(part, row, me)
             else:
                 for e in T.serial(RADIX, unroll=True):
-                    at = T.meta_var(row_of(block, row) * (size // per) + (e * lane_count + me) // per)
-                    if half16:
-                        T.ptx[load](u[0], x.ptr_to([at]))
-                        widen(part * RADIX + e, u[0], me)
-                    else:
-                        T.ptx[load](R[part * RADIX + e], x.ptr_to([at]))
+                    at = T.meta_var(row_of(block, row) * size + e * lane_count + me)
+                    T.ptx[load](R[part * RADIX + e], x.ptr_to([at]))
 
         @T.inline
         def phase_a(block):  # all parts are read before the first is contracted
@@ -231,12 +190,7 @@ def chain_fma(plan: ChainPlan) -> Any:
 
         @T.inline
         def write(at, V, o):
-            if half16:
-                T.ptx[pack](u[0], V[o + 1], V[o])
-                T.ptx[pack](u[1], V[o + 3], V[o + 2])
-                T.ptx[store](y.ptr_to([at // per]), u[0], u[1])
-            else:
-                T.ptx[store](y.ptr_to([at]), V[o], V[o + 1], V[o + 2], V[o + 3])
+            T.ptx[store](y.ptr_to([at]), V[o], V[o + 1], V[o + 2], V[o + 3])
 
         @T.inline
         def put(row, at, V, o):

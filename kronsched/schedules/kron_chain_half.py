@@ -194,16 +194,22 @@ def chain8(plan: ChainPlan) -> Any:
             else:
                 T.cuda.cta_sync()
 
-        if tx < 32:
+        if plan.overlap:
+            T.ptx.griddepcontrol.wait()  # until here, this launch overlaps the one before it
+            T.ptx.griddepcontrol.launch_dependents()
+        fetch(cta)  # on its way while the factors are put in order
+        if warp == 0:
             factor(0, f0)
+        if warp == 1 % warps:
             factor(1, f1)
+        if warp == 2 % warps:
             factor(2, f2)
-            if n > 3:
+        if n > 3:
+            if warp == 3 % warps:
                 factor(3, f3)
-            if n > 4:
+        if n > 4:
+            if warp == 4 % warps:
                 factor(4, f4)
-        if ahead:
-            fetch(cta)
         T.cuda.cta_sync()
         for it in T.serial((blocks - cta + grid - 1) // grid if looped else 1):
             block = T.meta_var(cta + it * grid)
@@ -212,8 +218,9 @@ def chain8(plan: ChainPlan) -> Any:
                     bring(plan, x, block + grid, tx)
             T.ptx["shr.u32"](zero[0], T.cast(it, "uint32"), T.uint32(24))
             me[0] = tx + T.cast(zero[0], "int32")
-            if not ahead:
-                fetch(block)
+            if looped and not ahead:
+                if it > 0:
+                    fetch(block)
             use(0, first[0])
             use(1, first[1])
             for u in T.unroll(held):

@@ -20,10 +20,13 @@ from kronsched.schedules.kron_chain_l2 import bring
 from kronsched.schedules.kron_chain_layout import (
     chunk_index,
     chunk_position,
-    chunk_strides,
     last_axes,
+    merged_axes,
+    merged_position,
+    merged_size,
     pairs,
     read_chunk,
+    row_chunks,
     tile_digits,
     tiles_a_row,
     unit_digits,
@@ -33,15 +36,36 @@ from kronsched.schedules.kron_chain_layout import (
 from kronsched.schedules.kron_chain_plan import ChainPlan
 
 
-def chain16(plan: ChainPlan) -> Any:
-    """The PrimFunc of P = 16, N = 3 or 4. Parameters x, f0 … f3, y as 32-bit and 16-bit words; surplus factors are unused."""
+def product(dtype: str, factors: list[Any], p: int, row: Any, column: Any) -> Any:
+    """An element of the 16 x 16 matrix I ⊗ F ⊗ … of factors of 16-bit words and an identity that fills it up, as float32."""
     from tvm.script import tirx as T
 
-    n, m, rows, threads = plan.n, plan.m, plan.rows, plan.threads
+    size = p ** len(factors)
+    value: Any = T.float32(1) if size == 16 else T.Select(row // size == column // size, T.float32(1), T.float32(0))
+    for i, factor in enumerate(factors):
+        below = p ** (len(factors) - 1 - i)
+        bits = factor[row // below % p * p + column // below % p]
+        if dtype == "bfloat16":
+            value = value * T.reinterpret("float32", T.cast(bits, "uint32") << T.uint32(16))
+        else:
+            value = value * T.cast(T.reinterpret("float16", bits), "float32")
+    return value
+
+
+def chain16(plan: ChainPlan) -> Any:
+    """The PrimFunc of P = 16, N = 3 or 4, or of P = 2 and 4 with factors merged to 16 x 16 (`kron_chain_layout.merged_axes`).
+
+    Parameters x, f0 … f12, y as 32-bit and 16-bit words; surplus factors are unused.
+    """
+    from tvm.script import tirx as T
+
+    p, m, rows, threads = plan.p, plan.m, plan.rows, plan.threads
     warps, blocks, grid = threads // 32, plan.blocks, plan.grid
-    words = 16**n // 2  # of a row
-    tiles, units = tiles_a_row(16, n) // 2, units_a_row(16, n)
-    pitch = chunk_strides(16, n)[2]
+    merged, size = p < 16, merged_size(p, plan.n) if p < 16 else 16
+    n = plan.n if not merged else 3 if size == 1 else 4
+    words = p**plan.n // 2  # of a row
+    tiles, units = tiles_a_row(p, plan.n) // 2, units_a_row(p, plan.n)
+    pitch = row_chunks(p, plan.n)
     stage = rows * pitch * 4
     table = stage + plan.staged_tiles * threads * 32  # factors in fragment order
     a_warp, rounds = rows * tiles // warps, rows * units // warps  # tiles and ldmatrix.x4 reads of a warp
@@ -49,33 +73,58 @@ def chain16(plan: ChainPlan) -> Any:
     (pair,), last = pairs(16, n), last_axes(16, n)
     two_last = len(last) > 1
     ahead, held = plan.prefetch != "none", 16 - staged  # the others come through registers
+    early = ahead or n == 3  # else registers are scarce
     ragged, looped, local_rows = m % rows != 0, grid < blocks, rows % warps == 0
     block_words = rows * words
     mma, pack = MMA[plan.dtype], PACK[plan.dtype]
     load, store = LOADS[plan.load], STORES[plan.store] + ".v2.b32"
 
+    def members(given: tuple[Any, ...], s: int) -> list[Any]:
+        return [given[i] for i in merged_axes(p, plan.n)[s if s < n - 1 else 3]]
+
     def source(block: Any, tile: Any, z: Any, t: Any, g: Any) -> Any:
         row = block * rows + (tile // tiles if rows > 1 else 0)
         *axes, half = read_chunk(z, t, g)
+        if merged:
+            b = tile % tiles if rows > 1 else tile
+            inside = ((axes[1] * 16 + axes[0]) * size + b) * 2 + half
+            return (T.min(row, m - 1) if ragged else row) * words + inside * 4
         digits, _ = tile_digits(16, n, pair, tile % tiles * 2 if rows > 1 else tile * 2, *axes)
         return (T.min(row, m - 1) if ragged else row) * words + chunk_index(16, digits, half) * 4
 
     def place(tile: Any, z: Any, t: Any, g: Any) -> Any:
         *axes, half = written_chunk(z, t, g)
+        if merged:
+            b = tile % tiles if rows > 1 else tile
+            return ((tile // tiles if rows > 1 else 0) * pitch + merged_position(size, axes[1], axes[0], b, half)) * 4
         digits, _ = tile_digits(16, n, pair, tile % tiles * 2 if rows > 1 else tile * 2, *axes)
         return ((tile // tiles if rows > 1 else 0) * pitch + chunk_position(16, n, digits, half)) * 4
 
     def neighbour(unit: Any, low: Any, half: Any) -> Any:
+        if merged:
+            inside = unit % units if rows > 1 else unit
+            a1 = low if size == 1 else inside % size * (16 // size) + low // size
+            at = merged_position(size, inside // size, a1, low % size, half)
+            return ((unit // units if rows > 1 else 0) * pitch + at) * 4
         digits = unit_digits(16, n, unit % units if rows > 1 else unit, low)
         return ((unit // units if rows > 1 else 0) * pitch + chunk_position(16, n, digits, half)) * 4
 
     @T.prim_func
     def kernel(
         x: T.Buffer((m * words,), "uint32"),
-        f0: T.Buffer((256,), "uint16"),
-        f1: T.Buffer((256,), "uint16"),
-        f2: T.Buffer((256,), "uint16"),
-        f3: T.Buffer((256,), "uint16"),
+        f0: T.Buffer((p * p,), "uint16"),
+        f1: T.Buffer((p * p,), "uint16"),
+        f2: T.Buffer((p * p,), "uint16"),
+        f3: T.Buffer((p * p,), "uint16"),
+        f4: T.Buffer((p * p,), "uint16"),
+        f5: T.Buffer((p * p,), "uint16"),
+        f6: T.Buffer((p * p,), "uint16"),
+        f7: T.Buffer((p * p,), "uint16"),
+        f8: T.Buffer((p * p,), "uint16"),
+        f9: T.Buffer((p * p,), "uint16"),
+        f10: T.Buffer((p * p,), "uint16"),
+        f11: T.Buffer((p * p,), "uint16"),
+        f12: T.Buffer((p * p,), "uint16"),
         y: T.Buffer((m * words,), "uint32"),
     ):
         T.device_entry()
@@ -90,8 +139,7 @@ def chain16(plan: ChainPlan) -> Any:
         g = T.meta_var(me[0] % 32 // 4)
         t = T.meta_var(me[0] % 4)
         sm = T.alloc_buffer((plan.shared_bytes // 4,), "uint32", scope="shared.dyn", align=128)
-        R = T.alloc_local([a_warp * max(1, held) * 4], "uint32")
-        V = T.alloc_local([64], "uint32")  # one tile
+        R = T.alloc_local([a_warp * 64], "uint32")  # a warp's tiles, contracted in place
         b = T.alloc_local([16], "uint32")
         c = T.alloc_local([16], "float32")
         d = T.alloc_local([2], "uint32")
@@ -109,6 +157,16 @@ def chain16(plan: ChainPlan) -> Any:
                     sm[table + (s * 32 + lane) * 4 + kh * 2 + rh] = T.cast(F[low * 16 + q], "uint32") | (
                         T.cast(F[high * 16 + q], "uint32") << T.uint32(16)
                     )
+
+        @T.inline
+        def merge(s, factors, spread):  # the same of a product of factors, by the warp
+            for kh in T.unroll(2):
+                for rh in T.unroll(2):
+                    q = T.meta_var((g // 2 * 4 + rh * 2 + g % 2) if spread else (g + 8 * rh))
+                    low = T.meta_var((t if s == pair[1] else 2 * t) + 8 * kh)
+                    high = T.meta_var(low + (4 if s == pair[1] else 1))
+                    T.ptx[pack](d[0], product(plan.dtype, factors, p, high, q), product(plan.dtype, factors, p, low, q))
+                    sm[table + (s * 32 + lane) * 4 + kh * 2 + rh] = d[0]
 
         @T.inline
         def use(e, axis):  # the factor of an axis, as the phase's factor e
@@ -143,20 +201,18 @@ def chain16(plan: ChainPlan) -> Any:
                 T.ptx.cp.async_.commit_group()
             for u in T.unroll(a_warp):
                 for z in T.unroll(held):
-                    e = T.meta_var((u * held + z) * 4)
+                    e = T.meta_var(u * 64 + (staged + z) * 4)
                     T.ptx[load](
                         R[e], R[e + 1], R[e + 2], R[e + 3], x.ptr_to([source(block, warp * a_warp + u, staged + z, t, g)])
                     )
 
         @T.inline
-        def take(u):  # a tile's chunks into V
+        def take(u):  # the chunks of a tile that are in the stage
             for z in T.unroll(staged):
+                e = T.meta_var(u * 64 + z * 4)
                 T.ptx["ld.shared.v4.b32"](
-                    V[z * 4], V[z * 4 + 1], V[z * 4 + 2], V[z * 4 + 3],
-                    sm.ptr_to([stage + ((u * staged + z) * threads + tx) * 4]),
-                )  # fmt: skip
-            for e in T.unroll(held * 4):
-                V[staged * 4 + e] = R[u * held * 4 + e]
+                    R[e], R[e + 1], R[e + 2], R[e + 3], sm.ptr_to([stage + ((u * staged + z) * threads + tx) * 4])
+                )
 
         @T.inline
         def contract(D, o, s, b0, b1):  # D[o …] = the phase's factor s as operand A (16 x 16) times (b0, b1)
@@ -166,11 +222,11 @@ def chain16(plan: ChainPlan) -> Any:
             )  # fmt: skip
 
         @T.inline
-        def turn(w, odd):  # contract the t axis on one 16-bit element of word w of the 16 chunks; into b[8 odd …]
+        def turn(u, w, odd):  # contract the t axis on one 16-bit element of word w of a tile's 16 chunks; into b[8 odd …]
             for a in T.unroll(4):
                 for h in T.unroll(2):
                     z = T.meta_var(a * 4 + h * 2)
-                    T.ptx["prmt.b32"](d[h], V[z * 4 + w], V[z * 4 + 4 + w], T.uint32(0x7632 if odd else 0x5410))
+                    T.ptx["prmt.b32"](d[h], R[u * 64 + z * 4 + w], R[u * 64 + z * 4 + 4 + w], T.uint32(0x7632 if odd else 0x5410))
                 contract(c, a * 4, 0, d[0], d[1])
             # c[4a + 2h + e]: t axis 8h + g, half e of a_{n-1}, g axis 4a + t. Word 4e + 2h + r: operand B (e, h), word r.
             for e in T.unroll(2):
@@ -179,27 +235,46 @@ def chain16(plan: ChainPlan) -> Any:
                         T.ptx[pack](b[(8 if odd else 0) + e * 4 + h * 2 + r], c[r * 8 + 4 + h * 2 + e], c[r * 8 + h * 2 + e])
 
         @T.inline
-        def both(tile):  # the two axes of the pair on V, and its way into shared memory
+        def both(u, tile):  # the two axes of the pair on a tile, and its way into shared memory
             for w in T.unroll(4):
-                turn(w, False)
-                turn(w, True)
+                turn(u, w, False)
+                turn(u, w, True)
                 for i in T.unroll(4):  # 2 (half of a_{n-1}) + (half of the t axis)
                     contract(c, 0, 1, b[i * 2], b[i * 2 + 1])
                     contract(c, 4, 1, b[8 + i * 2], b[8 + i * 2 + 1])
                     # c[4 odd + 2a + e]: g axis 8a + g, t axis 8h + 2t + e
                     for z in T.unroll(4):
-                        T.ptx[pack](V[(i * 4 + z) * 4 + w], c[4 + z], c[z])
+                        T.ptx[pack](R[u * 64 + (i * 4 + z) * 4 + w], c[4 + z], c[z])
             for z in T.unroll(16):
-                T.ptx["st.shared.v4.b32"](sm.ptr_to([place(tile, z, t, g)]), V[z * 4], V[z * 4 + 1], V[z * 4 + 2], V[z * 4 + 3])
+                e = T.meta_var(u * 64 + z * 4)
+                T.ptx["st.shared.v4.b32"](sm.ptr_to([place(tile, z, t, g)]), R[e], R[e + 1], R[e + 2], R[e + 3])
 
-        if tx < 32:
-            factor(0, f0, False)
-            factor(1, f1, False)
-            factor(2, f2, n == 3)
+        if plan.overlap:
+            T.ptx.griddepcontrol.wait()  # until here, this launch overlaps the one before it
+            T.ptx.griddepcontrol.launch_dependents()
+        if early:
+            fetch(cta)  # on its way while the factors are put in order
+        if merged:
+            given = T.meta_var((f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12))
+            if warp == 0:
+                merge(0, members(given, 0), False)
+            if warp == 1 % warps:
+                merge(1, members(given, 1), False)
+            if warp == 2 % warps:
+                merge(2, members(given, 2), n == 3)
             if n > 3:
-                factor(3, f3, True)
-        if ahead:
-            fetch(cta)
+                if warp == 3 % warps:
+                    merge(3, members(given, 3), True)
+        else:
+            if warp == 0:
+                factor(0, f0, False)
+            if warp == 1 % warps:
+                factor(1, f1, False)
+            if warp == 2 % warps:
+                factor(2, f2, n == 3)
+            if n > 3:
+                if warp == 3 % warps:
+                    factor(3, f3, True)
         T.cuda.cta_sync()
         for it in T.serial((blocks - cta + grid - 1) // grid if looped else 1):
             block = T.meta_var(cta + it * grid)
@@ -208,17 +283,20 @@ def chain16(plan: ChainPlan) -> Any:
                     bring(plan, x, block + grid, tx)
             T.ptx["shr.u32"](zero[0], T.cast(it, "uint32"), T.uint32(24))
             me[0] = tx + T.cast(zero[0], "int32")
-            if not ahead:
+            if not early:
                 fetch(block)
+            elif looped and not ahead:
+                if it > 0:
+                    fetch(block)
             use(0, pair[0])
             use(1, pair[1])
             if staged > 0:
                 T.ptx.cp.async_.wait_group(0)
             for u in T.unroll(a_warp):
                 take(u)
-                both(warp * a_warp + u)
+                both(u, warp * a_warp + u)
             if ahead:
-                renew(V[63])
+                renew(R[a_warp * 64 - 1])
                 if block + grid < blocks:
                     fetch(block + grid)
             meet()

@@ -214,12 +214,17 @@ def chain32(plan: ChainPlan) -> Any:
                 else:
                     put(block * rows + row, line, i)
 
-        if tx < 32:
-            factor(0, f0)
-            factor(1, f1)
-            factor(2, f2)
+        if plan.overlap:
+            T.ptx.griddepcontrol.wait()  # until here, this launch overlaps the one before it
+            T.ptx.griddepcontrol.launch_dependents()
         if ahead:
             fetch(cta)
+        if warp == 0:
+            factor(0, f0)
+        if warp == 1 % warps:
+            factor(1, f1)
+        if warp == 2 % warps:
+            factor(2, f2)
         T.cuda.cta_sync()
         for it in T.serial((blocks - cta + grid - 1) // grid if looped else 1):
             block = T.meta_var(cta + it * grid)

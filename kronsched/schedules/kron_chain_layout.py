@@ -17,8 +17,29 @@ from typing import Any
 CHUNK = 8
 """16-bit elements of a 16-byte chunk, the unit of vector loads, shared-memory swizzles and ldmatrix."""
 
+MERGED_STRIDES = {1: (33, 1, 0, 16), 2: (113, 7, 4, 1), 4: (145, 9, 2, 1), 8: (273, 17, 1, 8)}
+"""16-bit, P = 2 and 4: chunks from one a_0, a_1, b, half of c to the next, for each size of b."""
+
 PITCH64 = 9
 """16-bit, P = 64: chunks from one a_0 to the next in shared memory: 1 modulo 8."""
+
+
+def merged_axes(p: int, n: int) -> tuple[tuple[int, ...], ...]:
+    """P = 2, 4: which factors make the axes a_0, a_1, c of 16 and b of 1 to 8 (the third) of a row (a_0, a_1, b, c)."""
+    four = {2: 4, 4: 2}[p]
+    ends = 0, four, 2 * four, n - four, n
+    return tuple(tuple(range(*ends[i : i + 2])) for i in range(4))
+
+
+def merged_size(p: int, n: int) -> int:
+    """P = 2, 4: extent of b."""
+    size: int = p ** len(merged_axes(p, n)[2])
+    return size
+
+
+def merged_position(b_size: int, a0: Any, a1: Any, b: Any, half: Any) -> Any:
+    """P = 2, 4: the place of a chunk in shared memory, in chunks from the start of its row."""
+    return sum(s * v for s, v in zip(MERGED_STRIDES[b_size], (a0, a1, b, half), strict=True))
 
 
 def pairs(p: int, n: int) -> tuple[tuple[int, int], ...]:
@@ -73,6 +94,8 @@ def chunk_strides(p: int, n: int) -> tuple[tuple[int, ...], int, int]:
 
 def row_chunks(p: int, n: int) -> int:
     """Chunks of a row in shared memory."""
+    if p < 8:
+        return 16 * MERGED_STRIDES[merged_size(p, n)][0]
     return 64 * PITCH64 if p == 64 else chunk_strides(p, n)[2]
 
 
@@ -128,16 +151,21 @@ def tiles_a_row(p: int, n: int) -> int:
     """Tiles of a row in the first phase: each holds P² chunks; P = 32, 64: eight neighbouring chunks for each a_0."""
     if p == 64:
         return 1
+    if p < 8:
+        return 2 * merged_size(p, n)
     chunks: int = p ** (n - 3) * chunks_per_axis(p)
     return chunks if p < 32 else p * chunks // 8
 
 
 def words_a_tile(p: int) -> int:
     """32-bit words of a tile in a thread."""
+    p = max(p, 16) if p != 8 else p
     return p * p * 4 // 32 if p < 32 else p
 
 
 def units_a_row(p: int, n: int) -> int:
     """Units of a row in the last phase."""
+    if p < 8:
+        return 16 * merged_size(p, n)
     units: int = p ** (n - 2)
     return units

@@ -63,6 +63,7 @@ class ChainPlan:
     l2: the next block's rows are brought into L2 while the present ones are contracted.
     group: FMA: register groups summed at a time with the same factor row.
     staged_tiles: tiles of a warp (16-bit), or planes of 64 (FMA), that come through the stage.
+    overlap: the launch starts while the one before it ends, where the device can do that and the kernel waits for it by itself.
     """
 
     p: int
@@ -82,6 +83,7 @@ class ChainPlan:
     l2: bool
     staged_tiles: int
     shared_bytes: int
+    overlap: bool
 
     @property
     def row_bytes(self) -> int:
@@ -137,8 +139,6 @@ class ChainPlan:
 
 def kernel_kind(p: int, dtype: str) -> str:
     """Which kernel: "half" or "wgmma" (16-bit types on tensor cores), "fma" or "tf32" (float32; the latter as TF32 products)."""
-    if p < 8:
-        return "fma"
     if dtype != "float32":
         return "wgmma" if p == 128 else "half"
     return "tf32" if p > 8 else "fma"
@@ -174,7 +174,8 @@ def plan_chain(w: KronMatmul, config: Config, device: Device) -> ChainPlan:
     if shared > most:
         raise InvalidConfig(f"{per_sm} blocks of {shared} bytes of shared memory do not fit on an SM")
     hints = str(config["load"]), str(config["store"]), int(config["unroll"]), int(config["group"]), bool(config["l2"])
-    return ChainPlan(p, n, w.dtype, w.m, rows, threads, per_sm, blocks, grid, prefetch, *hints, staged, shared)
+    overlap = generation(device) >= 90 and kernel_kind(p, w.dtype) == "half" and p != 64
+    return ChainPlan(p, n, w.dtype, w.m, rows, threads, per_sm, blocks, grid, prefetch, *hints, staged, shared, overlap)
 
 
 def _split_half(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
@@ -187,7 +188,7 @@ def _split_half(p: int, n: int, rows: int, threads: int, prefetch: str, item: in
     if p == 64 and (warps != rows or prefetch not in ("none", "registers")):
         raise InvalidConfig(f"threads={threads}, prefetch={prefetch}: a warp contracts one row of {p}^{n} and has no stage")
     a_warp = tiles // warps
-    if p == 16 and a_warp % 2:
+    if (p < 8 or p == 16) and a_warp % 2:
         raise InvalidConfig(
             f"threads={threads}: a warp takes both halves of a tile, {tiles} of them do not split among {warps} warps"
         )
@@ -201,7 +202,7 @@ def _split_half(p: int, n: int, rows: int, threads: int, prefetch: str, item: in
         raise InvalidConfig(f"threads={threads}: the reads of the last phase do not split evenly among {warps} warps")
     # The exchange buffer, the stage, the factors in fragment order.
     exchange, stage = rows * row_chunks(p, n) * 16, staged * threads * words_a_tile(p) * 4
-    return staged, exchange + stage + n * 32 * (p // 8) ** 2 * 4
+    return staged, exchange + stage + (n * 32 * (p // 8) ** 2 * 4 if p >= 8 else 4 * 32 * 16)
 
 
 def _split_fma(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
@@ -255,6 +256,11 @@ def idle_knob(plan: ChainPlan, config: Config, values: Mapping[str, tuple[Value,
     return None
 
 
+def generation(device: Device) -> int:
+    """The number in an architecture such as sm_90a."""
+    return int("".join(c for c in device.arch if c.isdigit()) or 0)
+
+
 def why_not(w: KronMatmul, device: Device) -> str | None:
     """None when a chained kernel serves the workload on the device, else one line."""
     served = SERVED.get(w.dtype, ())
@@ -262,8 +268,7 @@ def why_not(w: KronMatmul, device: Device) -> str | None:
     sizes = ", ".join(f"{a}x{a}^{b}" for a, b in served) or "nothing"
     if any(pair != (p, p) for pair in w.factors) or (p, n) not in served:
         return f"one-launch chained kernels serve equal square factors only: {sizes} in {w.dtype}"
-    generation = "".join(c for c in device.arch.removeprefix("sm_") if c.isdigit())
-    if generation and int(generation) < 80:
+    if 0 < generation(device) < 80:
         return f"one-launch chained kernels need sm_80 or later, {device.name} is {device.arch}"
     kernel = kernel_kind(p, w.dtype)
     if kernel == "wgmma" and device.arch != "sm_90a":

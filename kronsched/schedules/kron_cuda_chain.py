@@ -6,9 +6,9 @@ warp holds in registers, and puts it back where it came from. X is read once and
     global ── registers (2 axes) ── shared ── registers (1 or 2 axes) ── shared ── registers (1 or 2 axes) ── global
                     next rows' data on its way (prefetch)
 
-P = 2 and 4 are plain FMA in float32, whatever the type; so is P = 8 in float32. Other 16-bit products go through tensor cores
-with float32 sums and are rounded to storage between any two axes; float32 is three TF32 products for P = 16 and 32, as exact
-as float32.
+float32 is plain FMA for P = 2, 4 and 8, and three TF32 products for P = 16 and 32, as exact as float32. 16-bit products go
+through tensor cores with float32 sums and are rounded to storage between any two axes; factors of 2 and 4 are merged to 16 x 16
+first, and rounded once more. Where the device can, a 16-bit launch starts while the one before it ends.
 
 Read first: kron_chain_plan.py (which shapes, what must hold), kron_chain_half.py, kron_chain_fma.py and kron_chain_tf32.py (the
 kernels; half16, half32 and tf32p32 are their variants), kron_chain_layout.py (where things are).
@@ -95,12 +95,12 @@ class KronCudaChain(Schedule):
         heads = n - plan.n  # leading axes, contracted in place afterwards
         args = ("x", *(f"f{i}" for i in range(heads, n)), "y")
         names = dict(zip(("x", *(f"f{i}" for i in range(plan.n)), "y"), args, strict=True))
-        funcs = {"kron_0": _renamed(_kernel(plan), names).with_attr("global_symbol", "kron_0")}
-        launches = [Launch("kron_0", args)]
+        funcs = {"kron_0": renamed(_kernel(plan), names).with_attr("global_symbol", "kron_0")}
+        launches = [Launch("kron_0", args, overlap=plan.overlap)]
         for axis in reversed(range(heads)):
             name = f"kron_{heads - axis}"
             outer, inner = workload.m * plan.p**axis, plan.p ** (n - 1 - axis)
-            func = _renamed(kron_chain_head.head64(plan, outer, inner, device.units), {"f": f"f{axis}", "y": "y"})
+            func = renamed(kron_chain_head.head64(plan, outer, inner, device.units), {"f": f"f{axis}", "y": "y"})
             funcs[name] = func.with_attr("global_symbol", name)
             launches.append(Launch(name, (f"f{axis}", "y")))
         return Scheduled(tvm.IRModule(funcs), tuple(launches))
@@ -130,6 +130,8 @@ def _kernel(plan: ChainPlan) -> Any:
     if plan.kernel == "fma":
         return kron_chain_fma.chain_fma(plan)
     kernels = {
+        2: kron_chain_half16.chain16,
+        4: kron_chain_half16.chain16,
         8: kron_chain_half.chain8,
         16: kron_chain_half16.chain16,
         32: kron_chain_half32.chain32,
@@ -138,7 +140,7 @@ def _kernel(plan: ChainPlan) -> Any:
     return kernels[plan.p](plan)
 
 
-def _renamed(func: Any, names: Mapping[str, str]) -> Any:
+def renamed(func: Any, names: Mapping[str, str]) -> Any:
     """The function with its parameters renamed; those that have no new name are not used by its body and are left out."""
     import tvm
     import tvm_ffi
@@ -177,15 +179,19 @@ def _fitting(knob: Knob, w: KronMatmul) -> Knob:
     return Knob(knob.name, values or knob.values[:1], knob.help)
 
 
-# (P, N): rows, threads, blocks an SM, prefetch where blocks outnumber what the GPU holds, load, store, unroll, group. The fastest
-# found on an H200 for 1024 rows of X; fewer blocks where an SM has less shared memory.
+# (P, N): rows, threads, blocks an SM, prefetch where blocks outnumber what the GPU holds ("walk": a persistent grid that does
+# not), load, store, unroll, group. The fastest found on an H200 for 1024 rows of X; fewer blocks where an SM has less memory.
 _HALF: dict[tuple[int, int], tuple[Value, ...]] = {
     (8, 3): (8, 256, 4, "split", "nc", "wb", 4, 2),
-    (8, 4): (1, 256, 1, "none", "stream", "cs", 1, 2),
+    (8, 4): (1, 256, 8, "none", "wide", "cs", 1, 2),
     (8, 5): (1, 512, 1, "registers", "wide", "wb", 4, 2),
     (16, 3): (2, 64, 8, "split", "nc", "wb", 4, 2),
-    (16, 4): (1, 512, 1, "none", "nc", "wb", 2, 2),
+    (16, 4): (1, 512, 1, "walk", "wide", "wb", 2, 2),
     (32, 3): (1, 512, 1, "registers", "nc", "wb", 1, 2),
+    (4, 6): (1, 32, 12, "none", "nc", "wb", 2, 2),
+    (4, 7): (1, 128, 4, "none", "wide", "wb", 2, 2),
+    (2, 12): (1, 32, 12, "none", "nc", "wb", 2, 2),
+    (2, 13): (1, 64, 6, "none", "nc", "wb", 2, 2),
     (64, 2): (4, 128, 2, "registers", "nc", "wb", 4, 2),
     (128, 2): (1, 256, 2, "registers", "stream", "cs", 1, 2),
 }
@@ -219,5 +225,5 @@ def _wishes(w: KronMatmul, device: Device, values: Mapping[str, tuple[Value, ...
         base: dict[str, Value] = {"rows": rows, "threads": threads, "per_sm": per_sm}
         base.update(zip(("load", "store", "unroll", "group"), hints, strict=True))
         if w.m > device.units * per_sm * rows and prefetch != "none":
-            yield {**base, "persistent": True, "prefetch": prefetch, "l2": False}
+            yield {**base, "persistent": True, "prefetch": "none" if prefetch == "walk" else prefetch, "l2": False}
         yield {**base, "persistent": False, "prefetch": "none", "l2": False}

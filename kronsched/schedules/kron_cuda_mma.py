@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -92,30 +92,8 @@ class KronCudaMma(Schedule):
         assert isinstance(workload, KronMatmul)
         space = self.space(workload, device)
         values = {k.name: k.values for k in space.knobs}
-        times: dict[tuple[Any, ...], float] = {}
-        spare = _SPARE[workload.dtype] * (1 if compute_capability(device.arch) >= 90 else 2)
-
-        def time(config: Mapping[str, Any]) -> float:
-            key = tuple(config.values())
-            if key not in times:
-                try:
-                    plans = plan_for(workload, config, device)
-                    tight = any(registers_needed(p) + spare > registers_left(p, device.registers_per_sm) for p in plans)
-                    times[key] = inf if tight else estimate_us(plans, device)
-                except InvalidConfig:
-                    times[key] = inf
-            return times[key]
-
-        best: dict[str, Any] = {name: v[0] for name, v in values.items()}
-        for merge, fuse in itertools.product(values["merge"], values["fuse"]):
-            config = {**_START, "merge": merge, "fuse": fuse}
-            config = {name: config[name] if config[name] in v else v[0] for name, v in values.items()}
-            for _ in range(2):
-                for names in _DESCENT:
-                    points = itertools.product(*((config[name], *values[name]) for name in names))
-                    config = min(({**config, **dict(zip(names, p, strict=True))} for p in points), key=time)
-            best = min(best, config, key=time)
-        if time(best) < inf:
+        best = descend(values, lambda config: plan_for(workload, config, device), workload.dtype, device)
+        if best is not None:
             canonical = canonical_config(workload, plan_for(workload, best, device), best, values)
             if space.invalid(canonical) is None:
                 return canonical
@@ -148,6 +126,42 @@ class KronCudaMma(Schedule):
         """Launches, waves, occupancy, bytes through each memory level, multiplications, estimated time."""
         assert isinstance(workload, KronMatmul)
         return plan_features(plan_for(workload, config, device), device)
+
+
+def descend(
+    values: Mapping[str, tuple[Any, ...]],
+    plans: Callable[[Mapping[str, Any]], tuple[LaunchPlan, ...]],
+    dtype: str,
+    device: Device,
+) -> dict[str, Any] | None:
+    """The config of the smallest estimated time that a short descent finds; None when no config is valid.
+
+    values: of every knob.  plans: the launches of a config, or InvalidConfig.
+    """
+    times: dict[tuple[Any, ...], float] = {}
+    spare = _SPARE[dtype] * (1 if compute_capability(device.arch) >= 90 else 2)
+
+    def time(config: Mapping[str, Any]) -> float:
+        key = tuple(config.values())
+        if key not in times:
+            try:
+                found = plans(config)
+                tight = any(registers_needed(p) + spare > registers_left(p, device.registers_per_sm) for p in found)
+                times[key] = inf if tight else estimate_us(found, device)
+            except InvalidConfig:
+                times[key] = inf
+        return times[key]
+
+    best: dict[str, Any] = {name: v[0] for name, v in values.items()}
+    for merge, fuse in itertools.product(values["merge"], values["fuse"]):
+        config = {**_START, "merge": merge, "fuse": fuse}
+        config = {name: config[name] if config.get(name) in v else v[0] for name, v in values.items()}
+        for _ in range(2):
+            for names in _DESCENT:
+                points = itertools.product(*((config[name], *values[name]) for name in names))
+                config = min(({**config, **dict(zip(names, p, strict=True))} for p in points), key=time)
+        best = min(best, config, key=time)
+    return best if time(best) < inf else None
 
 
 def plan_for(w: KronMatmul, config: Config, device: Device) -> tuple[LaunchPlan, ...]:

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.base import Launch, Schedule, Scheduled
+from kronsched.schedules.kron_chain_plan import generation
 from kronsched.schedules.kron_cuda_space import canonical_config, fitting_knob, plan_features
+from kronsched.schedules.kron_overlap import overlapped
 from kronsched.schedules.kron_plan import LaunchPlan, chunk_axis, plan_launches
 from kronsched.space import Config, SearchSpace, load_knobs
 from kronsched.workloads.base import TensorSpec, Workload
@@ -34,6 +36,9 @@ from kronsched.workloads.kron import KronMatmul, contract_axis
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
+
+_SMALL = 1 << 18
+"""Elements of x or y up to which a product is bound by launches: then they overlap where the device can do that."""
 
 
 class KronCudaSimt(Schedule):
@@ -108,6 +113,8 @@ class KronCudaSimt(Schedule):
         assert isinstance(workload, KronMatmul)
         plans = plan_launches(workload, config, device.shared_per_block)
         funcs, launches, scratch = {}, [], []
+        small = workload.m * max(workload.k_in, workload.k_out) <= _SMALL
+        overlap = small and generation(device) >= 90
         source = "x"
         for i, plan in enumerate(plans):
             if i == len(plans) - 1:
@@ -118,8 +125,9 @@ class KronCudaSimt(Schedule):
             func = _program(plan, workload.dtype, source, target, f"_k{i}")
             sch = _schedule(func, plan, config, f"_k{i}")
             name = f"kron_{i}"
-            funcs[name] = sch.mod["main"].with_attr("global_symbol", name)
-            launches.append(Launch(name, (source, *(f"f{j}" for j in range(plan.first, plan.last)), target)))
+            func = sch.mod["main"].with_attr("global_symbol", name)
+            funcs[name] = overlapped(func) if overlap else func
+            launches.append(Launch(name, (source, *(f"f{j}" for j in range(plan.first, plan.last)), target), overlap))
             source = target
         return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch))
 

@@ -204,18 +204,19 @@ def group_sizes(n: int, most: int) -> list[int]:
 
 
 def plan_launches(
-    w: KronMatmul, config: Config, shared_block: int, shared_sm: int, units: int, registers: int = 65536
+    w: KronMatmul, config: Config, shared_block: int, shared_sm: int, units: int, registers: int = 65536, inner: int = 1
 ) -> tuple[LaunchPlan, ...]:
     """The launches of a config in order of execution (last axes first). Raises InvalidConfig with one line.
 
     shared_block, shared_sm: bytes of shared memory of a block and of an SM.  units: SMs.  registers: of an SM.
+    inner: columns after the axes of w, which are the first of a longer product.
     """
     axes = merge_axes(w, int(config["merge"]))
     plans, end = [], len(axes)
     for size in group_sizes(end, int(config["fuse"])):
         start = end - size
         outer = w.m * prod(a.p for a in axes[:start])
-        plan = _plan_launch(w, config, axes[start:end], outer, prod(a.q for a in axes[end:]), units)
+        plan = _plan_launch(w, config, axes[start:end], outer, prod(a.q for a in axes[end:]) * inner, units)
         if plan.shared_bytes > shared_block:
             raise InvalidConfig(f"a block needs {plan.shared_bytes} bytes of shared memory, the device has {shared_block}")
         if (plan.shared_bytes + 1024) * plan.blocks > shared_sm:

@@ -40,6 +40,7 @@ def program(
 ) -> Any:
     """The PrimFunc of a launch: parameters `source`, f<first> …, `target`, flat, of the tensors' element type.
 
+    source = target, for square factors: in place, the parameters are f<first> …, `target`. A tile is read before it is written.
     factors: (P, Q) of the launch's factors.  sizes: elements of source and target.
     """
     from tvm.script.ir_builder import IRBuilder
@@ -48,12 +49,12 @@ def program(
     with IRBuilder() as builder:
         with I.prim_func():
             I.func_name(name)
-            x = I.arg(source, I.buffer((sizes[0],), dtype))
+            x = I.arg(source, I.buffer((sizes[0],), dtype)) if source != target else None
             fs = [I.arg(f"f{plan.first + i}", I.buffer((p * q,), dtype)) for i, (p, q) in enumerate(factors)]
             y = I.arg(target, I.buffer((sizes[1],), dtype))
             I.device_entry()
             with I.attr({"tirx.launch_bounds_min_blocks_per_sm": plan.blocks}):
-                _body(plan, dtype, x, fs, y, factors)
+                _body(plan, dtype, y if x is None else x, fs, y, factors)
         return builder.get()
 
 

@@ -32,7 +32,7 @@ CLEARLY = 0.2
 DOUBT = 3.0
 """How many times the disagreement of the model's boosters the promised speed-up must exceed."""
 LAUNCH_US = 3.0
-"""About the least time of any kernel: keeps guesses for small shapes from promising less."""
+"""About the least time of any kernel: keeps what is expected for small shapes from promising less."""
 PREDICTED = "predicted, not measured"
 
 
@@ -140,4 +140,4 @@ def expected_us(workload: Workload, device: Device, prior: Prior, model: XgbMode
     from kronsched.hardware import floor_us
 
     share, _ = predicted_share(prior.known, workload)
-    return floor_us(workload, device) / share * math.exp(-min(0.0, float(model.predict([candidate])[0])))
+    return floor_us(workload, device) / share * math.exp(-min(0.0, float(model.predict([candidate])[0]))) + LAUNCH_US

@@ -19,8 +19,12 @@ from kronsched.schedules.kron_chain_layout import (
     chunk_position,
     chunk_strides,
     last_axes,
+    merged_axes,
+    merged_position,
+    merged_size,
     pairs,
     read_chunk,
+    row_chunks,
     tile_digits,
     tiles_a_row,
     unit_digits,
@@ -100,6 +104,21 @@ def test_every_access_of_eight_lanes_hits_eight_bank_groups(p: int, n: int) -> N
                     assert len({chunk_position(p, n, *tile_digits(p, n, pair, tile, *a)) % 8 for a in axes}) == 8
     for unit, start, half in product(range(units_a_row(p, n)), range(0, p, 8), range(p // 8)):
         assert len({chunk_position(p, n, unit_digits(p, n, unit, start + k), half) % 8 for k in range(8)}) == 8
+
+
+@pytest.mark.parametrize(("p", "n"), [(4, 6), (4, 7), (2, 12), (2, 13)])
+def test_merged_factors_are_whole_axes_and_places_are_free_of_bank_conflicts(p: int, n: int) -> None:
+    axes, size = merged_axes(p, n), merged_size(p, n)
+    assert [p ** len(a) for a in axes] == [16, 16, size, 16] and [f for a in axes for f in a] == list(range(n))
+    chunks = list(product(range(16), range(16), range(size), range(2)))
+    places = [merged_position(size, *chunk) for chunk in chunks]
+    assert len(set(places)) == len(chunks) and max(places) < row_chunks(p, n)
+    for g, z, b in product(range(0, 8, 2), range(16), range(size)):  # written by eight lanes of the first phase
+        axes_of = [written_chunk(z, t, g + i) for i in range(2) for t in range(4)]
+        assert len({merged_position(size, a0, a1, b, half) % 8 for a1, a0, half in axes_of}) == 8
+    for a1, half, start in product(range(size if size > 1 else 1), range(2), (0, 8)):  # eight rows of ldmatrix
+        rows_of = [(low if size == 1 else a1 * (16 // size) + low // size, low % size) for low in range(start, start + 8)]
+        assert len({merged_position(size, 5, a, b, half) % 8 for a, b in rows_of}) == 8
 
 
 def test_float32_lines_are_aligned_and_free_of_bank_conflicts() -> None:
@@ -227,7 +246,7 @@ def test_default_of_large_problems_is_persistent_and_prefetches() -> None:
 RUNS = [
     (equal(5, 8, 3, "float16"), {"rows": 4, "threads": 64, "per_sm": 1, "persistent": False, "prefetch": "none"}),
     (equal(9, 8, 3, "bfloat16"), {**L2, "rows": 2, "threads": 32, "per_sm": 1, "persistent": True, "prefetch": "async"}),
-    (equal(3, 8, 4, "bfloat16"), {"rows": 1, "threads": 128, "per_sm": 1, "persistent": True, "prefetch": "registers"}),
+    (equal(3, 8, 4, "bfloat16"), {"rows": 1, "threads": 128, "per_sm": 1, "persistent": True, "prefetch": "none"}),
     (equal(5, 8, 4, "float16"), {"rows": 2, "threads": 128, "per_sm": 1, "persistent": True, "prefetch": "split"}),
     (equal(3, 8, 5, "float16"), {"rows": 1, "threads": 256, "per_sm": 2, "persistent": True, "prefetch": "split"}),
     (equal(3, 16, 3, "float16"), {"rows": 2, "threads": 64, "per_sm": 1, "persistent": True, "prefetch": "split"}),
@@ -245,7 +264,8 @@ RUNS = [
     (equal(2, 8, 5, "float32"), {"rows": 1, "threads": 256, "per_sm": 1, "persistent": True, "prefetch": "async", "group": 8}),
     (equal(2, 16, 4, "float32"), {**L2, "rows": 1, "threads": 256, "per_sm": 1, "persistent": True, "prefetch": "registers"}),
     (equal(3, 4, 7, "float16"), {"rows": 1, "threads": 128, "per_sm": 1, "persistent": True, "prefetch": "async"}),
-    (equal(3, 2, 12, "bfloat16"), {"rows": 2, "threads": 128, "per_sm": 1, "persistent": True, "prefetch": "split"}),
+    (equal(3, 2, 12, "bfloat16"), {"rows": 2, "threads": 64, "per_sm": 1, "persistent": True, "prefetch": "split"}),
+    (equal(3, 2, 13, "bfloat16"), {"rows": 2, "threads": 128, "per_sm": 1, "persistent": True, "prefetch": "none"}),
     (equal(3, 4, 6, "float32"), {"rows": 2, "threads": 128, "per_sm": 1, "persistent": True, "prefetch": "async"}),
     (equal(3, 4, 7, "float32"), {"rows": 1, "threads": 256, "per_sm": 2, "persistent": True, "prefetch": "split"}),
     (equal(2, 2, 12, "float32"), {"rows": 1, "threads": 64, "per_sm": 1, "persistent": True, "prefetch": "async"}),
@@ -253,15 +273,30 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("workload", "config"), RUNS, ids=[f"{w.label}-{c['prefetch']}" for w, c in RUNS])
+LENGTHY = {(8, 5, "float32"), (16, 4, "float16"), (64, 2, "float16"), (128, 2, "float16")}
+"""Kernels of which one more run of the same path is left to the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("workload", "config"),
+    [
+        pytest.param(
+            w,
+            c,
+            id=f"{w.label}-{c['prefetch']}",
+            marks=[pytest.mark.slow] if (w.factors[0][0], len(w.factors), w.dtype) in LENGTHY else [],
+        )
+        for w, c in RUNS
+    ],
+)
 @pytest.mark.parametrize("order", [pytest.param("forward", marks=pytest.mark.slow), "reverse"])
 def test_computes_the_reference_in_any_order_of_threads(workload: KronMatmul, config: dict[str, object], order: str) -> None:
     error = run_schedule(SCHEDULE, workload, {**BASE, **config}, ONE_SM, order=order)
     # float32 sums are as exact as plain FMA; a 16-bit result has one rounding an axis.
-    assert error <= (2e-6 if workload.dtype == "float32" else DTYPES[workload.dtype].tolerance)
+    assert error <= (2e-6 if workload.dtype == "float32" else DTYPES[workload.dtype].tolerance * workload.slack)
 
 
-SPILLS = {(8, 5): 64, (16, 3): 64, (16, 4): 64, (64, 3): 64, (64, 4): 64}
+SPILLS = {(8, 5): 64, (16, 3): 96, (16, 4): 64, (64, 3): 64, (64, 4): 64, (4, 7): 64, (2, 13): 64}
 """Bytes a thread may spill in 16-bit kernels whose register tiles leave the compiler no room."""
 
 
