@@ -14,7 +14,7 @@ Read first: w4a16_plan.py (sizes and constraints), w4a16_kernel.py (the program)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.errors import InvalidConfig
@@ -64,29 +64,20 @@ class GemmW4A16Cuda(Schedule):
         return SearchSpace(self.name, knobs, check)
 
     def default_config(self, workload: Workload, device: Device) -> Config:
-        """Blocks narrow enough that every multiprocessor has one, many warps along k; k split across blocks as a last resort."""
+        """What won where it was measured, else blocks narrow enough that every multiprocessor has one and many warps along k."""
         assert isinstance(workload, Gemm)
         space = self.space(workload, device)
         values: dict[str, tuple[Any, ...]] = {k.name: k.values for k in space.knobs}
         wish: dict[str, Any] = {
-            "warps_n": 1, "stages": 0, "x_load": "late", "batch": 1, "unroll": 1, "reduction": "flat",
+            "warps_n": 1, "stages": 0, "x_load": "late", "batch": 1, "unroll": 1, "reduction": "flat", "split_k": 1,
             "zeros": values["zeros"][0],
         }  # fmt: skip
-        wish = {name: value if value in values[name] else values[name][0] for name, value in wish.items()}
-
-        def blocks(strips: int, mtile: int) -> int:
-            return -(-workload.layout.n_packed // (16 * strips)) * -(-workload.m // (8 * mtile))
-
         for mtile in sorted(values["mtile"], reverse=True):
-            enough = [v for v in values["strips"] if blocks(v, mtile) >= 0.7 * device.units]
-            order = sorted(values["strips"], key=lambda v: (v not in enough, -v if v in enough else v))
-            for strips, warps_k in itertools.product(order, sorted(values["warps_k"], reverse=True)):
-                few = blocks(strips, mtile) <= device.units // 4
-                for split_k in sorted(values["split_k"], reverse=few):
-                    config = {**wish, "mtile": mtile, "strips": strips, "warps_k": warps_k, "split_k": split_k}
-                    config = {knob.name: config[knob.name] for knob in space.knobs}
-                    if space.invalid(config) is None and plan_w4(workload, config, device).registers <= SAFE_REGISTERS:
-                        return config
+            for choice in (*_winners(workload, device, mtile), *_narrow_enough(workload, device, mtile, values)):
+                config = {**wish, "mtile": mtile, **choice}
+                config = {k.name: config[k.name] if config[k.name] in k.values else k.values[0] for k in space.knobs}
+                if space.invalid(config) is None and plan_w4(workload, config, device).registers <= SAFE_REGISTERS:
+                    return config
         for candidate in space:
             return candidate.config
         raise InvalidConfig(f"no config of {self.name} is valid for {workload.label} on {device.name}")
@@ -120,6 +111,35 @@ class GemmW4A16Cuda(Schedule):
         """Blocks, waves, occupancy, bytes through memory, roofline time."""
         assert isinstance(workload, Gemm)
         return w4_features(plan_w4(workload, config, device), device)
+
+
+def _blocks(w: Gemm, strips: int, mtile: int) -> int:
+    return -(-w.layout.n_packed // (16 * strips)) * -(-w.m // (8 * mtile))
+
+
+def _winners(w: Gemm, device: Device, mtile: int) -> Iterator[dict[str, Any]]:
+    """Up to 8 rows of x: what was fastest, or within 3% of it, at the sizes of the bench on an H200: about 16 warps an SM."""
+    if mtile > 1:
+        return
+    share = _blocks(w, 4, mtile) / device.units  # of blocks of 64 columns, for each multiprocessor
+    if share >= 2.5:
+        yield {"strips": 4, "warps_k": 4, "stages": 3, "batch": 4}
+    elif share >= 1.3:
+        yield {"strips": 4, "warps_k": 8, "stages": 2, "batch": 2}
+    elif share >= 0.7:
+        yield {"strips": 2, "warps_n": 2, "warps_k": 8, "x_load": "ahead", "batch": 2}
+    elif share >= 0.35:
+        yield {"strips": 2, "warps_k": 16, "batch": 2}
+
+
+def _narrow_enough(w: Gemm, device: Device, mtile: int, values: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """The widest blocks that are enough first; k split across blocks as a last resort."""
+    enough = [v for v in values["strips"] if _blocks(w, v, mtile) >= 0.7 * device.units]
+    order = sorted(values["strips"], key=lambda v: (v not in enough, -v if v in enough else v))
+    for strips, warps_k in itertools.product(order, sorted(values["warps_k"], reverse=True)):
+        few = _blocks(w, strips, mtile) <= device.units // 4
+        for split_k in sorted(values["split_k"], reverse=few):
+            yield {"strips": strips, "warps_k": warps_k, "split_k": split_k}
 
 
 def _fitting(knob: Knob, w: Gemm) -> Knob:

@@ -20,7 +20,7 @@ def epilogue(p: W4Tiles) -> Any:
     strip: the warp's first strip of 16 columns in the block; its next ones are `strip_step` further on each.
     """
     m, n = p.workload.m, p.workload.n
-    STRIPS, STEP, WK, MT, PITCH, COLUMNS, THREADS = p.strips, p.strip_step, p.warps_k, p.mtile, p.pitch, p.columns, p.threads
+    STRIPS, STEP, WK, MT, PITCH, COLUMNS, THREADS = p.strips, p.strip_step, p.warps_k, p.mtile, p.pitch, p.columns, p.consumers
     ROWS = min(p.rows, m)
     VECTOR = 4 if n % 4 == 0 else 1
     PIECES = ROWS * COLUMNS // VECTOR
@@ -31,6 +31,14 @@ def epilogue(p: W4Tiles) -> Any:
     def place(slot: Any, strip: Any, i: Any, q: Any, g: Any, t: Any) -> Any:
         """Where element q of an accumulator (columns g, g + 8; rows 2t, 2t + 1) lies: rows of y are rows there."""
         return (slot * (8 * MT) + i * 8 + t * 2 + q % 2) * PITCH + strip * 16 + g + q // 2 * 8
+
+    @T.inline
+    def meet():
+        """All threads that hold sums."""
+        if p.threads == THREADS:
+            T.cuda.cta_sync()
+        else:
+            T.ptx.bar.sync(T.uint32(1), T.uint32(THREADS))
 
     @T.inline
     def write(acc, smem, slot, strip, g, t):
@@ -49,21 +57,21 @@ def epilogue(p: W4Tiles) -> Any:
 
     @T.inline
     def finish(acc, smem, y, tx, strip, wk, g, t, bx, by, bm):
-        T.cuda.cta_sync()
+        meet()
         if halving:
             for level in T.unroll(LEVELS):
                 half = T.meta_var((WK // 2) >> level)
                 if wk >= half and wk < 2 * half:
                     write(acc, smem, wk - half, strip, g, t)
-                T.cuda.cta_sync()
+                meet()
                 if wk < half:
                     add(acc, smem, wk, strip, g, t)
-                T.cuda.cta_sync()
+                meet()
             if wk == 0:
                 write(acc, smem, 0, strip, g, t)
         else:
             write(acc, smem, wk, strip, g, t)
-        T.cuda.cta_sync()
+        meet()
         v = T.alloc_local([VECTOR], "float32")
         for e in T.serial(T.ceildiv(PIECES, THREADS)):
             piece: T.let = e * THREADS + tx

@@ -52,6 +52,11 @@ class W4Tiles:
     threads: int
 
     @property
+    def consumers(self) -> int:
+        """Threads that hold sums; the others only fetch."""
+        return self.threads
+
+    @property
     def prepared(self) -> bool:
         """Whether a first kernel gathers or pads x: rows sorted by group, or rows of x that do not start on 16 bytes."""
         return self.workload.act_order or self.workload.k % 8 != 0

@@ -3,6 +3,7 @@
     grid:       column blocks × split_k × row blocks
     block:      groups_n × groups_k warpgroups; a warpgroup owns `tiles` tiles of 64 columns and every groups_k-th chunk of 128
                 rows of k; the warpgroups side by side along n share x in shared memory
+                copies = "fetch" or "ring": and one warpgroup that fetches for the others
     warpgroup:  for each chunk and tile: 8 products of 64 columns × `rows` rows × 16
 
 Read first: `WgmmaPlan`, `plan_wgmma`.
@@ -27,7 +28,11 @@ X_ROW = TILE_K * 2
 """Bytes of a row of x in a chunk."""
 W_TILE = TILE_N * TILE_K // 2
 """Bytes of a tile of weights."""
-_FIXED_REGISTERS = 30
+COLUMN_WORDS = TILE_N // 2
+"""Words of the scales of a tile and group."""
+_FIXED_REGISTERS, _PIPELINE_REGISTERS = 22, 12
+_REGISTERS = 65536
+"""Of a multiprocessor of sm_90."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,34 @@ class WgmmaPlan(W4Tiles):
         return 128 * self.groups_n
 
     @property
+    def producers(self) -> int:
+        """Threads that only fetch."""
+        return 0 if self.copies == "threads" else 128
+
+    @property
+    def kept(self) -> int:
+        """Registers that a producer keeps when consumers need more than their share."""
+        return 40 if self.consumers <= 256 else 32
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return self.sharers * self.groups_k
+
+    @property
     def threads(self) -> int:  # type: ignore[override]
         """Threads of a block."""
-        return self.sharers * self.groups_k
+        return self.consumers + self.producers
+
+    @property
+    def x_words(self) -> int:
+        """Words of x in a stage."""
+        return self.rows * X_ROW // 4
 
     @property
     def prepared(self) -> bool:
         """Whether a first kernel writes x in the order of shared memory: wanted, or needed (see `must_prepare`)."""
-        return self.copies != "threads" or must_prepare(self.workload)
+        return self.copies == "ring" or must_prepare(self.workload)
 
     @property
     def image(self) -> tuple[int, int, int]:
@@ -98,11 +123,30 @@ class WgmmaPlan(W4Tiles):
         return self.trips * self.groups_k * self.split_k != self.chunks
 
     @property
+    def w_at(self) -> int:
+        """Word of a stage where packed words begin, after x."""
+        return self.x_words
+
+    @property
+    def s_at(self) -> int:
+        """Word of a stage where scales begin."""
+        return self.w_at + self.tiles * self.groups_n * W_TILE // 4
+
+    @property
+    def z_at(self) -> int:
+        """Word of a stage where zeros begin."""
+        return self.s_at + self.tiles * self.groups_n * (TILE_K // self.span) * COLUMN_WORDS
+
+    @property
+    def stage_words(self) -> int:
+        """Words of a stage: x, words, scales and zeros of a chunk for the warpgroups that share x."""
+        per_column = {"symmetric": 0, "asymmetric": 1, "float": 2}[self.workload.zero_point]
+        return self.z_at + per_column * (self.z_at - self.s_at)
+
+    @property
     def stage_bytes(self) -> int:
-        """Shared memory of a stage: x, words, scales and zeros of a chunk for the warpgroups that share x; whole kilobytes."""
-        per_column = {"symmetric": 1, "asymmetric": 2, "float": 3}[self.workload.zero_point]
-        columns = self.tiles * (TILE_K // self.span) * self.sharers * per_column * 4
-        return ceil_to(self.rows * X_ROW + self.tiles * self.groups_n * W_TILE + columns, 1024)
+        """Shared memory from stage to stage; whole kilobytes."""
+        return ceil_to(4 * self.stage_words, 1024)
 
     @property
     def barrier_word(self) -> int:
@@ -115,14 +159,39 @@ class WgmmaPlan(W4Tiles):
         return self.barrier_word + 4 * self.groups_k * self.stages
 
     @property
+    def pipelined(self) -> bool:
+        """Whether two tiles take turns, so that a warpgroup's products never wait for its other work."""
+        return self.producers > 0 and self.tiles == 2 and self.workload.zero_point != "float"
+
+    @property
+    def batch(self) -> int:
+        """Steps of 16 rows of k whose products are issued together; fewer where registers are short."""
+        return min(4 if self._registers(4) <= self.granted else 2, self.span // 16)
+
+    @property
     def registers(self) -> int:
         """A rough count of live registers a thread."""
+        return self._registers(self.batch)
+
+    def _registers(self, batch: int) -> int:
         sums = self.tiles * self.rows
         per_column = {"symmetric": 1, "asymmetric": 3, "float": 5}[self.workload.zero_point]
         columns = self.tiles * (TILE_K // self.span) * per_column
         if self.workload.zero_point == "float":
             sums += self.rows // 4
-        return _FIXED_REGISTERS + sums + 32 * self.tiles + columns
+        fixed = _FIXED_REGISTERS + (_PIPELINE_REGISTERS if self.pipelined else 0)
+        return fixed + sums + 8 * batch + 8 * self.tiles + columns
+
+    @property
+    def launched(self) -> int:
+        """Registers a thread has at most when all threads of a block have the same number."""
+        return min(255, _REGISTERS // self.threads // 8 * 8)
+
+    @property
+    def granted(self) -> int:
+        """Registers a consumer has at most: producers give away theirs."""
+        pool = self.launched * self.threads
+        return min(255, (pool - self.producers * self.kept) // self.consumers // 8 * 8) if self.producers else self.launched
 
 
 def must_prepare(w: Gemm) -> bool:
@@ -141,12 +210,12 @@ def plan_wgmma(w: Gemm, config: Config, device: Device) -> WgmmaPlan:
 
 
 def _limits(p: WgmmaPlan, device: Device) -> str | None:
-    if p.threads > 512:
-        return f"groups_n={p.groups_n} × groups_k={p.groups_k} makes {p.threads} threads, 512 at most"
+    if p.consumers > 512:
+        return f"groups_n={p.groups_n} × groups_k={p.groups_k} makes {p.consumers} threads, 512 at most"
     if p.shared_words * 4 > device.shared_per_block:
         return f"{p.shared_words * 4} bytes of shared memory, {device.name} has {device.shared_per_block} a block"
-    if p.registers > 255 or p.registers * p.threads > device.registers_per_sm:
-        return f"about {p.registers} registers for each of {p.threads} threads: too many"
+    if p.registers > p.granted:
+        return f"about {p.registers} registers for each of {p.consumers} threads: too many"
     if p.split_k * p.groups_k > p.chunks:
         return f"groups_k={p.groups_k} × split_k={p.split_k} for {p.chunks} chunks of k"
     return None
@@ -161,10 +230,8 @@ def _idle(p: WgmmaPlan, units: int) -> str | None:
         return f"rows={p.rows}, m={w.m} needs at most half"
     if p.stages > 3 and p.stages > p.trips + 1:
         return f"stages={p.stages} with {p.trips} trips"
-    if p.prepared and p.copies == "threads":
-        return "copies='threads': x has to be gathered, padded or summed up first"
-    if p.stages == 2 and p.copies != "threads":
-        return f"stages=2 leaves copies={p.copies!r} none in flight"
+    if p.prepared and p.copies != "ring":
+        return f"copies={p.copies!r}: x has to be gathered, padded or summed up first"
     blocks = p.grid[0] * p.grid[2]
     if p.split_k > 1 and p.split_k * blocks > 4 * units:
         return f"split_k={p.split_k} of {blocks} blocks for {units} multiprocessors: more blocks are no help"
@@ -196,6 +263,8 @@ def wgmma_features(p: WgmmaPlan, device: Device) -> dict[str, float]:
         "weights_mb": w.layout.n_packed * w.layout.k_packed / 2e6 * p.grid[2],
         "x_mb": x_bytes / 1e6,
         "partial_mb": partial / 1e6,
+        "producers": float(p.producers > 0),
+        "pipelined": float(p.pipelined),
         "bytes_in_flight": float(per_sm * p.groups_k * p.stage_bytes * (p.stages - 1)),
         "shared_kb": shared / 1024,
         "registers": float(p.registers),

@@ -120,7 +120,7 @@ def test_suites_are_of_gemm_and_carry_published_times() -> None:
     assert first.workload == Gemm(1, 4096, 4096) and first.published == pytest.approx(
         {"tinygemm": 6.8, "cublas": 12.7, "splitk_triton": 15.4}
     )
-    assert sum(bool(c.published) for c in anchors) == 18
+    assert all(c.published for c in anchors)
     assert not any(c.published for c in load_cases("w4a16", "anchors", ["bfloat16"]))
 
 

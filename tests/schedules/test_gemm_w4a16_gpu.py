@@ -16,10 +16,17 @@ from kronsched.measure.check import max_relative_error
 from kronsched.runtime.build import build_artefact
 from kronsched.runtime.module import TunedModule
 from kronsched.schedules.gemm_w4a16_cuda import GemmW4A16Cuda
+from kronsched.schedules.gemm_w4a16_wgmma import GemmW4A16Wgmma
 from kronsched.workloads.gemm import Gemm
 from tests.workloads.test_gemm import problem
 
 SCHEDULE = GemmW4A16Cuda()
+WARPGROUPS = [
+    {"tiles": 1, "groups_n": 2, "groups_k": 2, "stages": 4, "split_k": 2, "copies": "threads"},
+    {"tiles": 2, "groups_n": 1, "groups_k": 2, "stages": 4, "split_k": 2, "copies": "fetch"},
+    {"tiles": 2, "groups_n": 2, "groups_k": 1, "stages": 3, "split_k": 1, "copies": "ring"},
+    {"tiles": 1, "groups_n": 2, "groups_k": 1, "stages": 2, "split_k": 2, "copies": "ring"},
+]
 BOUND = {"float16": 6e-4, "bfloat16": 4e-3}
 CASES: list[dict[str, Any]] = [
     {"m": 1, "n": 4096, "k": 4096, "zero": "asymmetric"},
@@ -86,3 +93,16 @@ def test_weights_packed_on_the_gpu_are_those_packed_on_the_cpu() -> None:
     here = kronsched.quant.pack(q, scales, zeros, 128, g_idx)
     there = kronsched.quant.pack(q.cuda(), scales.cuda(), zeros.cuda(), 128, g_idx.cuda())
     assert torch.equal(there.words.cpu(), here.words) and torch.equal(there.unpack().cpu(), here.unpack())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("zero", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("config", WARPGROUPS, ids=lambda c: " ".join(map(str, c.values())))
+def test_200_runs_on_warpgroups_are_right_and_bitwise_equal(config: dict[str, Any], zero: str, tmp_path: Path) -> None:
+    w, x, pw, want = problem({"m": 50, "n": 1000, "k": 2176, "zero": zero})
+    x, pw, want = x.cuda(), pw.to("cuda"), want.cuda()
+    build_artefact(w, GemmW4A16Wgmma(), {"rows": 64, **config}, resolve_target("cuda"), tmp_path)
+    mod = TunedModule.from_artefact(tmp_path)
+    first = mod(x, pw).clone()
+    assert max_relative_error(first, want) <= BOUND[w.a_dtype]
+    assert all(torch.equal(mod(x, pw), first) for _ in range(200))

@@ -87,7 +87,7 @@ def prebuild(workloads: Sequence[Workload], names: Sequence[str], device: Device
     jobs = []
     for w in workloads if device.kind == "cuda" else ():
         for name in names:
-            if name in SPLITS and getattr(w, "b_dtype", "") == "int4":
+            if name in SPLITS and getattr(w, "b_dtype", "") == "int4" and getattr(w, "a_dtype", "") != "int4":
                 with suppress(PeerUnavailable):
                     jobs.append((w, SPACE, paper_config(gemm_of(w), device, SPLITS[name]), device))
     if jobs:
