@@ -71,7 +71,8 @@ def lower(workload: Workload, schedule: Schedule, config: Config, device: Device
     _check_tensors(workload, scheduled)
     try:
         if device.kind == "cuda":
-            return _lower_cuda(scheduled, device)
+            with _passes(scheduled):
+                return _lower_cuda(scheduled, device)
         return _lower_cpu(scheduled)
     except KronschedError:
         raise
@@ -187,6 +188,14 @@ def _lower_cuda(scheduled: Scheduled, device: Device) -> Lowered:
         code = DECLARATION + code
     source = _with_launches("//", launches, scheduled, code)
     return Lowered(source, _digest(source), tuple(launches), scheduled.scratch, None)
+
+
+def _passes(scheduled: Scheduled) -> contextlib.AbstractContextManager[Any]:
+    """TVM's passes with the options that the program asks for."""
+    import tvm
+
+    config = dict(scheduled.pass_config)
+    return tvm.transform.PassContext(config=config) if config else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -32,6 +32,11 @@ class Conv2dCpu(Schedule):
     family: ClassVar[str] = "conv2d"
     device_kind: ClassVar[str] = "cpu"
 
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """None for NHWC."""
+        assert isinstance(workload, Conv2d)
+        return None if workload.layout == "NHWC" else f"layout={workload.layout}: it reads NHWC"
+
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/conv2d_cpu.toml, less the values that do not divide this shape."""
         assert isinstance(workload, Conv2d)

@@ -6,7 +6,7 @@ ends).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kronsched.errors import InvalidConfig
@@ -23,7 +23,7 @@ from kronsched.schedules.conv2d_tile import (
     unfit,
     usual_values,
 )
-from kronsched.space import Config, SearchSpace, load_knobs
+from kronsched.space import Config, Knob, SearchSpace, load_knobs
 from kronsched.workloads.base import Workload
 from kronsched.workloads.conv2d import Conv2d
 
@@ -58,16 +58,21 @@ class Conv2dCudaMma(Schedule):
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/conv2d_cuda_mma.toml, less the values that mean nothing at this shape."""
         assert isinstance(workload, Conv2d)
+        return self.space_of(workload, device, load_knobs(self.name), self.name)
+
+    def space_of(
+        self, conv: Conv2d, device: Device, knobs: Sequence[Knob], name: str, fixed: Config | None = None
+    ) -> SearchSpace:
+        """The space of given knobs under a name, with the constraints of this schedule. fixed: values of knobs left out."""
 
         def check(config: Config) -> str | None:
             try:
-                _tile(workload, config, device)
+                tile_of(conv, {**config, **(fixed or {})}, device)
             except InvalidConfig as e:
                 return str(e)
             return None
 
-        knobs = [fitting_knob(knob, workload, device) for knob in load_knobs(self.name)]
-        return SearchSpace(self.name, knobs, check)
+        return SearchSpace(name, [fitting_knob(knob, conv, device) for knob in knobs], check)
 
     def default_config(self, workload: Workload, device: Device) -> Config:
         """The tile with the least estimated time, the widest stores, copies as deep as fit."""
@@ -81,26 +86,27 @@ class Conv2dCudaMma(Schedule):
     def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
         """One launch, or two where channels are padded first."""
         assert isinstance(workload, Conv2d)
-        tile, warps = _tile(workload, config, device), _warps(config)
+        tile, warps = tile_of(workload, config, device), warps_of(config)
         return conv2d_launches(tile, lambda name, specs: mma_program(tile, warps, name, specs))
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Waves, occupancy, bytes through each memory level, predicted roofline time."""
         assert isinstance(workload, Conv2d)
-        warps = _warps(config)
+        warps = warps_of(config)
         more = {"ldmatrix_per_mma": 1 / warps.column_tiles + 1 / (2 * warps.row_tiles), "sums": float(warps.sums)}
         more["model_us"] = _estimate(workload, config, device)
-        return {**tile_features(_tile(workload, config, device), device), **more}
+        return {**tile_features(tile_of(workload, config, device), device), **more}
 
 
-def _warps(config: Config) -> Warps:
+def warps_of(config: Config) -> Warps:
+    """The warps of a config."""
     names = ("block_row_warps", "block_col_warps", "warp_row_tiles", "warp_col_tiles")
     return Warps(*(int(config[name]) for name in names))
 
 
-def _tile(conv: Conv2d, config: Config, device: Device) -> ConvTile:
+def tile_of(conv: Conv2d, config: Config, device: Device) -> ConvTile:
     """The tile of a config. Raises InvalidConfig with one line."""
-    warps, per_sm, stages = _warps(config), int(config["per_sm"]), int(config["stages"])
+    warps, per_sm, stages = warps_of(config), int(config["per_sm"]), int(config["stages"])
     needed = warps.sums + 4 * warps.row_tiles + 2 * warps.column_tiles + _OTHER_REGISTERS
     needed += address_registers(conv, warps.block[0], warps.threads)
     registers = min(255, device.registers_per_sm // (warps.threads * per_sm))
@@ -114,7 +120,7 @@ def _tile(conv: Conv2d, config: Config, device: Device) -> ConvTile:
 
 def _estimate(conv: Conv2d, config: Config, device: Device) -> float:
     """Microseconds, roughly. A warp reads its rows of A and B from shared memory."""
-    tile, warps = _tile(conv, config, device), _warps(config)
+    tile, warps = tile_of(conv, config, device), warps_of(config)
     rows = warps.rows * warps.columns * (16 * warps.row_tiles + 8 * warps.column_tiles)
     return estimated_us(tile, device, rows, MMA_RATE)
 

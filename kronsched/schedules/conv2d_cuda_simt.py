@@ -28,6 +28,11 @@ class Conv2dCudaSimt(Schedule):
     device_kind: ClassVar[str] = "cuda"
     untuned_share: ClassVar[float] = 0.01
 
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """None for NHWC."""
+        assert isinstance(workload, Conv2d)
+        return None if workload.layout == "NHWC" else f"layout={workload.layout}: it reads NHWC"
+
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/conv2d_cuda_simt.toml, less the numbers of channels that do not divide c_out."""
         assert isinstance(workload, Conv2d)
@@ -48,7 +53,12 @@ class Conv2dCudaSimt(Schedule):
         assert isinstance(workload, Conv2d)
         channels = int(config["channels"])
         across, along = _threads(workload, config)
-        blocks = workload.n * workload.out_hw[0] * -(-workload.out_hw[1] // along) * -(-workload.c_out // (across * channels))
+        blocks = (
+            workload.n
+            * workload.out_hw[0]
+            * -(-workload.out_hw[1] // along)
+            * -(-workload.output.shape[-1] // (across * channels))
+        )
         rate = device.peak_gflops.get("float32", 5e4)
         return {
             "blocks": float(blocks),
@@ -61,13 +71,13 @@ class Conv2dCudaSimt(Schedule):
 def _fitting(knob: Knob, conv: Conv2d) -> Knob:
     if knob.name != "channels":
         return knob
-    values: tuple[Any, ...] = tuple(v for v in knob.values if conv.c_out % int(v) == 0)
+    values: tuple[Any, ...] = tuple(v for v in knob.values if conv.output.shape[-1] % int(v) == 0)
     return Knob(knob.name, values or (1,), knob.help)
 
 
 def _threads(conv: Conv2d, config: Config) -> tuple[int, int]:
     """Threads of a block along the channels and along a row of y."""
-    across = min(int(config["threads"]), 1 << (conv.c_out // int(config["channels"]) - 1).bit_length())
+    across = min(int(config["threads"]), 1 << (conv.output.shape[-1] // int(config["channels"]) - 1).bit_length())
     return across, min(int(config["threads"]) // across, conv.out_hw[1])
 
 

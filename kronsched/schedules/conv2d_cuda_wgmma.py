@@ -47,6 +47,8 @@ class Conv2dCudaWgmma(Schedule):
             return f"{device.arch}: wgmma needs sm_90a"
         if workload.groups > 1:
             return f"groups={workload.groups}: it serves one group"
+        if workload.layout != "NHWC":
+            return f"layout={workload.layout}: it reads NHWC"
         return unfit(workload)
 
     def space(self, workload: Workload, device: Device) -> SearchSpace:

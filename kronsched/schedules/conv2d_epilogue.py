@@ -4,27 +4,46 @@ The accumulators are those of tensor-core tiles of 16 × 8: a thread holds rows 
 Columns stand for channels in the order of `ConvTile.channel`, so that what a thread holds of `group` tiles are neighbouring
 channels: they are packed in registers and stored at once, four threads together 64 bytes of a pixel where `vector` is 16.
 
-int8: halves are rounded to even by adding 1.5 · 2^23, which leaves the integer in the low byte of the float.
+int8: a conversion to int32 rounds halves to even, and cvt.pack saturates.
 
 Read first: `Epilogue.store`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from kronsched.schedules.conv2d_gather import do, named
-from kronsched.schedules.conv2d_tile import ConvTile
+from kronsched.workloads.conv2d import IMAGES, Conv2d, block_channels
 
 PACK = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}
+LOAD = {4: "ld.global.nc.b32", 8: "ld.global.nc.v2.b32", 16: "ld.global.nc.v4.b32"}
 STORE = {4: "st.global.b32", 8: "st.global.v2.b32", 16: "st.global.v4.b32"}
-_MAGIC = 12582912.0
+
+
+class Tile(Protocol):
+    """What the end of a tile depends on, as ConvTile says: `vector` bytes are stored at once, from `group` tiles of 8 columns."""
+
+    @property
+    def conv(self) -> Conv2d: ...  # noqa: D102
+
+    @property
+    def block_m(self) -> int: ...  # noqa: D102
+
+    @property
+    def block_n(self) -> int: ...  # noqa: D102
+
+    @property
+    def vector(self) -> int: ...  # noqa: D102
+
+    @property
+    def group(self) -> int: ...  # noqa: D102
 
 
 class Epilogue:
     """The end of a tile. acc: accumulators. tensors: by name. t: lane % 4."""
 
-    def __init__(self, tile: ConvTile, acc: Any, tensors: dict[str, Any], t: Any) -> None:
+    def __init__(self, tile: Tile, acc: Any, tensors: dict[str, Any], t: Any) -> None:
         """Allocate registers."""
         from tvm.script.ir_builder import IRBuilder
         from tvm.tirx.script.builder import ir as I
@@ -34,11 +53,14 @@ class Epilogue:
         self.width = 2 * tile.group
         self.vector = tile.vector >= 4 and conv.c_out % self.width == 0
         self.words = IRBuilder.name("words", I.alloc_local([max(4, self.width)], "uint32"))
+        if conv.out_dtype == "int8":
+            self.rounded = IRBuilder.name("rounded", I.alloc_local([self.width], "int32"))
         dtypes = {spec.name: spec.dtype for spec in conv.inputs if spec.name in ("scale", "bias")}
         self.columns = {n: IRBuilder.name(n + "_r", I.alloc_local([self.width], dtype)) for n, dtype in dtypes.items()}
-        self.rest = None
+        self.rest: Any = None
         if conv.has_residual:
-            self.rest = IRBuilder.name("rest", I.alloc_local([self.width], conv.out_dtype))
+            count, dtype = (self.tile.vector // 4, "uint32") if self.vector else (self.width, conv.out_dtype)
+            self.rest = IRBuilder.name("rest", I.alloc_local([count], dtype))
 
     def store(self, n0: Any, group: int, rows: list[tuple[Any, int]]) -> None:
         """Store a group of tiles for several rows: (pixel, index of the accumulator of the group's first column in that row).
@@ -90,9 +112,9 @@ class Epilogue:
         from tvm.tirx.script.builder import ir as I
 
         conv = self.conv
-        at = named("to", m * conv.c_out + channel)
+        at = named("to", self._place(m, channel))
         if self.rest is not None:
-            self._read_residual(at, channel)
+            self._read_residual(at)
         index = [a + i // 2 * 4 + i % 2 for i in range(self.width)]
         values = [self._value(acc, i) for i, acc in enumerate(index)]
         if not self.vector:
@@ -104,19 +126,46 @@ class Epilogue:
         count = self.tile.vector // 4
         do(T.ptx[STORE[self.tile.vector]](self.tensors["y"].ptr_to([at]), *[self.words[i] for i in range(count)]))
 
-    def _read_residual(self, at: Any, channel: Any) -> None:
+    def _place(self, m: Any, channel: Any) -> Any:
+        """The element of y of a pixel and channel; pixels of NHWCnc count images within a block fastest."""
+        conv = self.conv
+        if conv.layout == "NHWC":
+            return m * conv.c_out + channel
+        block = block_channels(conv.out_dtype)
+        return (m // IMAGES * (conv.c_out // block) + channel // block) * (IMAGES * block) + m % IMAGES * block + channel % block
+
+    def _read_residual(self, at: Any) -> None:
+        """Residual of the thread's channels of a pixel."""
         from tvm.script import tirx as T
         from tvm.tirx.script.builder import ir as I
 
         source = self.tensors["residual"]
+        if self.vector:
+            count = self.tile.vector // 4
+            do(T.ptx[LOAD[self.tile.vector]](*[self.rest[i] for i in range(count)], source.ptr_to([at])))
+            return
         for i in range(self.width):
-            where = at + i if self.vector else T.min(at + i, self.conv.output.size - 1)
-            I.buffer_store(self.rest, source[where], [i])
+            I.buffer_store(self.rest, source[T.min(at + i, self.conv.output.size - 1)], [i])
+
+    def _residual(self, i: int) -> Any:
+        """The residual of the thread's channel i, in int32 or float32."""
+        from tvm.script import tirx as T
+
+        out = self.conv.out_dtype
+        if not self.vector:
+            value = self.rest[i]
+        elif out == "int32":
+            value = T.reinterpret("int32", self.rest[i])
+        elif out == "int8":
+            value = T.shift_right(T.reinterpret("int32", self.rest[i // 4] << T.uint32(24 - i % 4 * 8)), 24)
+        else:
+            value = T.reinterpret(out, T.Cast("uint16", self.rest[i // 2] >> T.uint32(i % 2 * 16)))
+        return value if out == "int32" else T.Cast("float32", value)
 
     # -- arithmetic ---------------------------------------------------------------------------------
 
     def _value(self, a: int, i: int) -> Any:
-        """The value of y from accumulator a, channel i of the thread's; int8 as float when it is packed, see `_pack`."""
+        """The value of y from accumulator a, channel i of the thread's; not yet rounded and saturated when it is packed."""
         from tvm.script import tirx as T
 
         conv = self.conv
@@ -129,7 +178,7 @@ class Epilogue:
         if conv.has_bias:
             v = v + self.columns["bias"][i]
         if self.rest is not None:
-            v = v + (self.rest[i] if conv.out_dtype == "int32" else T.Cast("float32", self.rest[i]))
+            v = v + self._residual(i)
         if conv.relu:
             zero = T.int32(0) if conv.out_dtype == "int32" else T.float32(0)
             v = T.Select(v < zero, zero, v)  # not max, which drops NaN
@@ -138,7 +187,7 @@ class Epilogue:
     def _requantised(self, a: int, i: int) -> Any:
         from tvm.script import tirx as T
 
-        conv, magic = self.conv, T.float32(_MAGIC)
+        conv = self.conv
         v = T.reinterpret("int32", self.acc[a])
         if conv.has_bias:
             v = v + self.columns["bias"][i]
@@ -146,10 +195,11 @@ class Epilogue:
         if conv.has_scale:
             v = v * self.columns["scale"][i]
         if self.rest is not None:
-            more = T.Cast("float32", self.rest[i]) * self.tensors["residual_scale"][0]
+            more = self._residual(i) * self.tensors["residual_scale"][0]
             v = T.nearbyint(v) + T.nearbyint(more)
-        v = T.min(T.max(v, T.float32(0.0 if conv.relu else -128.0)), T.float32(127.0)) + magic
-        return v if self.vector else T.Cast("int8", T.Cast("int32", T.reinterpret("uint32", v) & T.uint32(255)))
+        if conv.relu:
+            v = T.max(v, T.float32(0.0))
+        return v if self.vector else T.Cast("int8", T.nearbyint(T.min(T.max(v, T.float32(-128.0)), T.float32(127.0))))
 
     def _pack(self, values: list[Any]) -> None:
         """The values of a vector into 32-bit words."""
@@ -162,13 +212,12 @@ class Epilogue:
                 I.buffer_store(self.words, T.reinterpret("uint32", v), [i])
         elif out == "int8":
             for i, v in enumerate(values):
-                I.buffer_store(self.words, T.reinterpret("uint32", v), [i])
-            prmt = T.ptx["prmt.b32"]
+                do(T.ptx["cvt.rni.s32.f32"](self.rounded[i], v))
+            pack = T.ptx["cvt_pack.sat.s8.s32.b32"]
             for i in range(0, self.width, 4):
-                b0, b1, b2, b3 = (self.words[i + e] for e in range(4))
-                do(prmt(self.words[i], b0, b1, T.uint32(0x0040)))
-                do(prmt(self.words[i + 2], b2, b3, T.uint32(0x0040)))
-                do(prmt(self.words[i // 4], self.words[i], self.words[i + 2], T.uint32(0x5410)))
+                v0, v1, v2, v3 = (self.rounded[i + e] for e in range(4))
+                do(pack(self.words[i // 4], v3, v2, T.uint32(0)))
+                do(pack(self.words[i // 4], v1, v0, self.words[i // 4]))
         else:
             for i in range(0, self.width, 2):
                 do(T.ptx[PACK[out]](self.words[i // 2], values[i + 1], values[i]))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from kronsched.schedules.conv2d_tile import CHUNK, ConvTile
+from kronsched.workloads.conv2d import IMAGES, block_channels
 
 MAX_MASKED = 28
 """Taps that fit in a pixel's mask, above the bits of a copy's size."""
@@ -95,11 +96,16 @@ class Gather:
         if conv.pixels % tile.block_m:
             m = T.min(m, conv.pixels - 1)
         m = named(f"m{i}", m)
+        images, inside = 1, 0
+        if conv.layout != "NHWC":
+            images, inside = IMAGES, m % IMAGES * block_channels(conv.in_dtype)
+            m = named(f"q{i}", m // IMAGES)
         if conv.kernel == (1, 1) and conv.padding == (0, 0) and conv.stride == (1, 1):
-            return self.held["x_at"].set(i, m * tile.channels), 0, 0
+            return self.held["x_at"].set(i, m * (tile.channels * images) + inside), 0, 0
         line = named(f"line{i}", m % (oh * ow) // ow * sh - ph)
         column = named(f"column{i}", m % ow * sw - pw)
-        at = self.held["x_at"].set(i, ((m // (oh * ow) * conv.h + line) * conv.w + column) * tile.channels)
+        first = (m // (oh * ow) * conv.h + line) * conv.w + column
+        at = self.held["x_at"].set(i, first * (tile.channels * images) + inside)
         if self.masked:
             return at, self.held["x_mask"].set(i, self._mask(line, column)), 0
         if not any(conv.padding):
@@ -185,7 +191,7 @@ class Gather:
         mine, held = self.piece * (tile.piece // tile.item), self.held["k"]
         if kh * kw == 1:
             k = held.set(0, chunk * tile.chunk_elements + mine)
-            return 0, k, k, 0, 0
+            return 0, k, k if conv.layout == "NHWC" else held.set(2, self._of_channel(k)), 0, 0
         if tile.by_channel:  # all taps of 128 bytes of channels, then the next channels: what taps share is read again soon
             tap = named("tap", chunk % (kh * kw))
             inner = named("inner", chunk // (kh * kw) * tile.chunk_elements + mine)
@@ -198,7 +204,15 @@ class Gather:
             else:
                 tap, inner = held.set(1, k // tile.channels), k % tile.channels
         below, right = named("below", tap // kw * dh), named("right", tap % kw * dw)
-        return tap, k, held.set(2, (below * conv.w + right) * tile.channels + inner), below, right
+        pixel = tile.channels * (1 if conv.layout == "NHWC" else IMAGES)
+        return tap, k, held.set(2, (below * conv.w + right) * pixel + self._of_channel(inner)), below, right
+
+    def _of_channel(self, channel: Any) -> Any:
+        """Elements from the first channel of a pixel to another one."""
+        if self.tile.conv.layout == "NHWC":
+            return channel
+        block = block_channels(self.tile.conv.in_dtype)
+        return channel // block * (IMAGES * block) + channel % block
 
     def _size(self, inside: Any, tap: Any, line: Any, column: Any, below: Any, right: Any) -> Any:
         """Bytes to read of a piece of A, the rest being zeros; None where it is always whole."""

@@ -6,7 +6,7 @@
 A block is block_row_warps × block_col_warps warps; a warp has warp_row_tiles × warp_col_tiles accumulator tiles of 16 × 8. An
 instruction takes 32 bytes along the depth, so a chunk is four steps.
 
-Read first: `mma_program`, `_Kernel.emit`.
+Read first: `mma_program`, `MmaKernel.emit`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ class Warps:
         return 4 * self.row_tiles * self.column_tiles
 
 
-def mma_program(tile: ConvTile, warps: Warps, name: str, specs: list[TensorSpec]) -> Any:
-    """The PrimFunc of a tile over `specs` (x and w, perhaps widened, the epilogue's, y), all flat."""
+def mma_program(tile: ConvTile, warps: Warps, name: str, specs: list[TensorSpec], kernel: type[MmaKernel] | None = None) -> Any:
+    """The PrimFunc of a tile over `specs` (x and w, perhaps widened, the epilogue's, y), all flat.
+
+    kernel: what emits the body, None for `MmaKernel`.
+    """
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
 
@@ -65,14 +68,15 @@ def mma_program(tile: ConvTile, warps: Warps, name: str, specs: list[TensorSpec]
             tensors = {t.name: I.arg(t.name, I.buffer((t.size,), t.dtype)) for t in specs}
             I.device_entry()
             with I.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.per_sm}):
-                _Kernel(tile, warps, tensors).emit()
+                (kernel or MmaKernel)(tile, warps, tensors).emit()
         return builder.get()
 
 
-class _Kernel:
-    """A kernel under construction."""
+class MmaKernel:
+    """A kernel under construction. A subclass may multiply by another instruction, or end a tile in another way."""
 
     def __init__(self, tile: ConvTile, warps: Warps, tensors: dict[str, Any]) -> None:
+        """Name the parts of the kernel and start the gather."""
         from tvm.script import tirx as T
         from tvm.script.ir_builder import IRBuilder
         from tvm.tirx.script.builder import ir as I
@@ -144,7 +148,7 @@ class _Kernel:
     def _multiply(self) -> None:
         from tvm.script import tirx as T
 
-        mma = T.ptx[MMA[self.tile.conv.in_dtype]]
+        mma = T.ptx[self.instruction()]
         for i in range(self.warps.row_tiles):
             for j in range(self.warps.column_tiles):
                 first = 4 * (i * self.warps.column_tiles + j)
@@ -152,10 +156,18 @@ class _Kernel:
                 a, b = [self.a[4 * i + r] for r in range(4)], [self.b[2 * j + r] for r in range(2)]
                 do(mma(*sums, *a, *b, *sums))
 
+    def instruction(self) -> str:
+        """The PTX instruction that multiplies two tiles."""
+        return MMA[self.tile.conv.in_dtype]
+
+    def epilogue(self, t: Any) -> Epilogue:
+        """What turns accumulators into y. t: lane % 4."""
+        return Epilogue(self.tile, self.acc, self.tensors, t)
+
     def _store(self) -> None:
         """The epilogue of all tiles."""
         tile, warps = self.tile, self.warps
-        ends = Epilogue(tile, self.acc, self.tensors, named("t", self.lane & 3))
+        ends = self.epilogue(named("t", self.lane & 3))
         row = named("row", self.m0 + self.row + (self.lane >> 2))
         for group in range(warps.column_tiles // tile.group):
             places = [

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.space import Config, Knob, Value
-from kronsched.workloads.conv2d import Conv2d
+from kronsched.workloads.conv2d import FOUR_BIT, Conv2d
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -209,6 +209,8 @@ def make_tile(
 
 def unfit(conv: Conv2d) -> str | None:
     """Why the tensor-core schedules do not serve a shape; None when they do."""
+    if conv.in_dtype in FOUR_BIT:
+        return f"in_dtype={conv.in_dtype}: there is conv2d_cuda_int4 for it"
     if conv.out_dtype == "int32" and conv.c_out % 2:
         return f"c_out={conv.c_out}: int32 results are stored in pairs of channels"
     return None

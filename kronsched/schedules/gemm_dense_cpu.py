@@ -133,10 +133,10 @@ def _stages(w: Gemm, config: Config) -> tuple[list[Any], Any]:
     def k_limit(k: Any) -> Any:
         return None if k_padded == w.k else k < w.k
 
-    xp = te.compute((w.m, k_padded), lambda i, k: inside(widen(w, x[i, k]), k_limit(k)), name="xp")
+    xp = te.compute((w.m, k_padded), lambda i, k: inside(widen(w, x, i, k), k_limit(k)), name="xp")
     turned = te.compute(
         (k_padded, n_padded),
-        lambda k, j: inside(widen(w, weight[j, k]), k_limit(k), None if n_padded == w.n else j < w.n),
+        lambda k, j: inside(widen(w, weight, j, k), k_limit(k), None if n_padded == w.n else j < w.n),
         name="wt",
     )
     kk = te.reduce_axis((0, k_padded), name="kk")

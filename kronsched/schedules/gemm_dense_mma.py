@@ -33,6 +33,8 @@ class GemmDenseMma(Schedule):
         assert isinstance(workload, Gemm)
         if not workload.is_dense:
             return f"b_dtype={workload.b_dtype}: {self.name} multiplies dense matrices"
+        if workload.a_dtype == "int4":
+            return "a_dtype=int4: there is gemm_int4_cuda for it"
         major = int(device.arch.removeprefix("sm_").rstrip("abcdefghijklmnopqrstuvwxyz")[:-1])
         return None if major >= 8 else f"{self.name} needs sm_80 or later, {device.name} is {device.arch}"
 

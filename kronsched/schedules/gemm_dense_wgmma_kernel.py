@@ -15,7 +15,7 @@ only whether the number of a stage's filling is odd.
 float8: the tensor core keeps about 14 bits when it adds up (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2), so
 every `promote` trips its sums are added to float32 sums in other registers and start again from zero.
 
-Read first: `_Kernel.emit`.
+Read first: `WgmmaKernel.emit`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main_kernel(plan: DensePlan, name: str) -> Any:
                 maps["y"] = _tensor_map(y, "y", plan.out_dtype, (w.n, w.m), (plan.panel_columns, 64), l2=0)
             I.device_entry()
             with I.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}):
-                _Kernel(plan, tensors, y, maps).emit()
+                WgmmaKernel(plan, tensors, y, maps).emit()
         return builder.get()
 
 
@@ -70,8 +70,14 @@ def _tensor_map(tensor: Any, name: str, dtype: str, extents: tuple[int, int], bo
     return handle
 
 
-class _Kernel(Mainloop):
-    """A kernel under construction."""
+class WgmmaKernel(Mainloop):
+    """A kernel under construction.
+
+    Another kind of product inherits it and says where a unit lies (`place`), what a stage holds (`fetch`) and where sums
+    go (`store`).
+    """
+
+    store: type[Store] = Store
 
     def __init__(self, plan: DensePlan, tensors: dict[str, Any], y: Any, maps: dict[str, Any]) -> None:
         from tvm.script.ir_builder import IRBuilder
@@ -138,7 +144,7 @@ class _Kernel(Mainloop):
         count = (plan.units - self.worker + plan.workers - 1) // plan.workers
         return I.serial(0, count if group is None else (count - group + 1) // 2)
 
-    def _place(self, n: Any) -> tuple[Any, Any, Any, Any, Any]:
+    def place(self, n: Any) -> tuple[Any, Any, Any, Any, Any]:
         """(first row, first column, range of k, first trip, trips) of this block's n-th unit."""
         from tvm.script import tirx as T
         from tvm.script.ir_builder import IRBuilder
@@ -180,22 +186,28 @@ class _Kernel(Mainloop):
 
         plan = self.plan
         ring = Ring(plan.stages, 1)  # the first wait for an empty stage returns at once
-        x_bytes = plan.block_m * ROW_BYTES
         with self._units() as n:
-            row, column, _, start, trips = self._place(n)
+            row, column, part, start, trips = self.place(n)
             with I.serial(0, trips) as trip:
                 evaluate(T.cuda.mbarrier_wait(self._empty(ring.stage), ring.phase))
                 full, at = self._full(ring.stage), ring.stage * plan.stage_bytes
                 evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, T.uint32(plan.stage_bytes)))
-                k = (start + trip) * plan.block_k
-                evaluate(T.ptx[LOAD](self._at(at), T.address_of(self.maps["x"]), k, row, full))
-                if plan.cluster > 1:
-                    share = self.rank * (plan.block_n // plan.cluster)
-                    to, every = self._at(at + x_bytes + share * ROW_BYTES), T.uint16(2**plan.cluster - 1)
-                    evaluate(T.ptx[LOAD_MULTICAST](to, T.address_of(self.maps["w"]), k, column + share, full, every))
-                else:
-                    evaluate(T.ptx[LOAD](self._at(at + x_bytes), T.address_of(self.maps["w"]), k, column, full))
+                self.fetch(at, full, row, column, part, (start + trip) * plan.block_k)
                 ring.advance()
+
+    def fetch(self, at: Any, full: Any, row: Any, column: Any, part: Any, k: Any) -> None:
+        """Copy what a stage holds, its rows of x and of w at k, to byte `at`; `full` counts the bytes."""
+        from tvm.script import tirx as T
+
+        plan = self.plan
+        columns = at + plan.block_m * ROW_BYTES
+        evaluate(T.ptx[LOAD](self._at(at), T.address_of(self.maps["x"]), k, row, full))
+        if plan.cluster > 1:
+            share = self.rank * (plan.block_n // plan.cluster)
+            to, every = self._at(columns + share * ROW_BYTES), T.uint16(2**plan.cluster - 1)
+            evaluate(T.ptx[LOAD_MULTICAST](to, T.address_of(self.maps["w"]), k, column + share, full, every))
+        else:
+            evaluate(T.ptx[LOAD](self._at(columns), T.address_of(self.maps["w"]), k, column, full))
 
     # -- consumers ----------------------------------------------------------------------------------
 
@@ -217,9 +229,10 @@ class _Kernel(Mainloop):
         rows = self._at(own * ROW_BYTES)
         evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(operands[0]), rows, 1, 64, 3))
         columns = self._at(plan.block_m * ROW_BYTES)
-        evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(operands[1]), columns, 1, 64, 3))
+        leading = 1 if self.k_major else plan.block_k * ROW_BYTES // 16  # from 64 columns to the next 64
+        evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(operands[1]), columns, leading, 64, 3))
         ring = Ring(plan.stages, 0)
-        store = Store(plan, self.tx, group, self.shared, self.panels, total, self.tensors, self.y, self.maps.get("y"))
+        store = self.store(plan, self.tx, group, self.shared, self.panels, total, self.tensors, self.y, self.maps.get("y"))
         if plan.pingpong:
             self.group = group
             self.parity = name("parity", I.alloc_local([1], "int32"))
@@ -227,7 +240,7 @@ class _Kernel(Mainloop):
             with I.If(group == 1), I.Then():
                 ring.jump(plan.trips)
         with self._units(group if plan.pingpong else None) as n:
-            row, column, part, _, trips = self._place(2 * n + group if plan.pingpong else n)
+            row, column, part, _, trips = self.place(2 * n + group if plan.pingpong else n)
             self._await_turn()
             if plan.promote:
                 for i in range(plan.sums):

@@ -81,8 +81,11 @@ class Mainloop:
     """What a consumer warpgroup emits between two units; the kernel that inherits it sets the attributes and places the barriers.
 
     tx: thread of the block.  group: consumer warpgroup.  parity: of the next turn (pingpong).  remote: a register for addresses
-    in other blocks (clusters).
+    in other blocks (clusters).  k_major: whether k is the fast axis of the second operand in shared memory; else its columns are,
+    64 of them at a time (16-bit elements only).
     """
+
+    k_major = True
 
     plan: DensePlan
     tx: Any
@@ -186,7 +189,8 @@ class Mainloop:
         plan = self.plan
         kind = f"wgmma.mma_async.sync.aligned.m64n{plan.mma_n}{_KINDS[plan.workload.a_dtype]}"
         signs = () if plan.workload.a_dtype == "int8" else (1, 1)
-        tail = (*signs, 0, 0) if plan.item == 2 else signs  # only 16-bit operands can be transposed
+        tail = (*signs, 0, int(not self.k_major)) if plan.item == 2 else signs  # only 16-bit operands can be transposed
+        b_step = 32 if self.k_major else 16 * ROW_BYTES
         registers = plan.mma_n // 2
         evaluate(T.cuda.mbarrier_wait(self._full(ring.stage), ring.phase))
         evaluate(T.ptx.wgmma.fence.sync.aligned())
@@ -197,7 +201,7 @@ class Mainloop:
                 for n in range(plan.block_n // plan.mma_n):
                     first = base + m * (plan.block_n // 2) + n * registers
                     a = operands[0] + stage + T.uint64(step * 2 + m * (64 * ROW_BYTES // 16))
-                    b = operands[1] + stage + T.uint64(step * 2 + n * (plan.mma_n * ROW_BYTES // 16))
+                    b = operands[1] + stage + T.uint64(step * (b_step // 16) + n * (plan.mma_n * ROW_BYTES // 16))
                     evaluate(T.ptx[kind](*(sums[first + i] for i in range(registers)), a, b, add, *tail))
         evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 

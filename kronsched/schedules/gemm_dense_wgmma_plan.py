@@ -209,6 +209,8 @@ def _span(plan: DensePlan, device: Device) -> int:
 
 def why_not(w: Gemm, device: Device) -> str | None:
     """None when the schedule serves the workload on the device, else one line."""
+    if w.a_dtype == "int4":
+        return "a_dtype=int4: there is gemm_int4_cuda for it"
     if not w.is_dense:
         return f"b_dtype={w.b_dtype}: it multiplies dense matrices"
     if device.arch != "sm_90a":

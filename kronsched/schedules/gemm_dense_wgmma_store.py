@@ -53,7 +53,7 @@ class Store(Epilogue):
             first = m * (plan.block_n // 2)
             self.load_row_scales(row + m * 64 + self.warp * 16)
             if plan.span:
-                self._by_tma(first, row + m * 64, column)
+                self._by_tma(first, row + m * 64, column, part)
             else:
                 self._direct(first, row + m * 64, column, part)
 
@@ -68,7 +68,7 @@ class Store(Epilogue):
 
     # -- by TMA -------------------------------------------------------------------------------------
 
-    def _by_tma(self, first: int, row: Any, column: Any) -> None:
+    def _by_tma(self, first: int, row: Any, column: Any, part: Any) -> None:
         """64 rows: `span` panels at a time through shared memory."""
         from tvm.script import tirx as T
         from tvm.tirx.script.builder import ir as I
@@ -89,8 +89,15 @@ class Store(Epilogue):
                     start = column + (batch * span + p) * columns
                     panel = self.shared.ptr_to([self.panels + p * PANEL_BYTES])
                     with I.If(T.And(start < self.w.n, row < self.w.m)), I.Then():
-                        I.evaluate(T.ptx[STORE](T.address_of(self.y_map), start, row, panel))
+                        self._send(panel, row, start, part)
                 I.evaluate(T.ptx.cp.async_.bulk.commit_group())
+
+    def _send(self, panel: Any, row: Any, column: Any, part: Any) -> None:
+        """One thread copies a panel to Y."""
+        from tvm.script import tirx as T
+        from tvm.tirx.script.builder import ir as I
+
+        I.evaluate(T.ptx[STORE](T.address_of(self.y_map), column, row, panel))
 
     def _sync(self) -> None:
         """A barrier of the warpgroup."""

@@ -1,10 +1,11 @@
-"""Conv2d: convolution of images in NHWC, in int8, fp8 and 16-bit floats, with a fused epilogue.
+"""Conv2d: convolution of images in NHWC, in int4, int8, fp8 and 16-bit floats, with a fused epilogue.
 
     acc[n, i, j, o] = Σ x[n, i·stride − padding + r·dilation, j·stride − padding + s·dilation, c] · w[o, r, s, c]
 
 Floating output: y = relu(acc · scale + bias + residual), computed in float32 and rounded once. int32 output:    y = relu(acc +
 bias + residual). int8 output:     y = saturate(relu(rint((acc + bias) · scale) + rint(residual · residual_scale))): one
-product in float32 each, and rint rounds halves to even, so that the result is defined to the last bit.
+product in float32 each, and rint rounds halves to even, so that the result is defined to the last bit. int4 and uint4 output:
+the same, saturated to [-8, 7] or [0, 15], without a residual.
 
 Read first: `Conv2d`; `conv2d_reference` in kronsched/workloads/conv2d_reference.py.
 """
@@ -26,13 +27,22 @@ if TYPE_CHECKING:
 
 OUT_DTYPES: Mapping[str, tuple[str, ...]] = {
     "int8": ("int8", "int32"),
+    "int4": ("int4", "int32"),
+    "uint4": ("uint4", "int4", "int32"),
     "float16": ("float16",),
     "bfloat16": ("bfloat16",),
     "float8_e4m3fn": ("float16", "bfloat16"),
     "float8_e5m2": ("float16", "bfloat16"),
 }
 """Input dtype to the output dtypes it may have, the default first."""
+LIMITS: Mapping[str, tuple[int, int]] = {"int8": (-128, 127), "int4": (-8, 7), "uint4": (0, 15)}
+"""What requantised output saturates to."""
+FOUR_BIT = ("int4", "uint4")
+"""Dtypes of which a byte of an int8 tensor holds two: the lower half is the channel with the even number."""
 MAX_ELEMENTS = 2**31 - 1
+LAYOUTS = ("NHWC", "NHWCnc")
+IMAGES, CHANNEL_BYTES = 8, 32
+"""A block of NHWCnc: so many images by so many bytes of channels of one pixel lie together."""
 EPILOGUE = ("scale", "bias", "residual", "residual_scale")
 """Optional inputs, in the order in which they follow x and w."""
 
@@ -50,10 +60,14 @@ class Conv2d(Workload):
     """Convolution in NHWC: x (n, h, w, c_in), w (c_out, kh, kw, c_in / groups), y (n, h_out, w_out, c_out).
 
     kernel, stride, padding (zeros on both sides), dilation: an int or a pair (along h, along w).  in_dtype: int8, float16,
-    bfloat16, float8_e4m3fn or float8_e5m2.  out_dtype: int8 or int32 for int8, float16 or bfloat16 for fp8, else as in_dtype.
-    has_scale: an input scale (c_out,) float32; by default where the output is int8.  has_bias: an input bias (c_out,), int32 for
-    int8 inputs, else float32.  has_residual: an input residual of y's shape and dtype; for int8 output its values are multiplied
-    by residual_scale (1,) float32.  relu: negative results become 0. Sums are int32 or float32. A NaN or Inf of fp8 propagates.
+    bfloat16, float8_e4m3fn, float8_e5m2, int4, or uint4 (x; then w is int4).  out_dtype: int8 or int32 for int8, 4 bits or int32
+    for 4 bits, float16 or bfloat16 for fp8, else as in_dtype.  Tensors of 4 bits are given as int8, two channels a byte, the even
+    one in the lower half (`kronsched.workloads.int4`); their last extent is half as many channels.
+    has_scale: an input scale (c_out,) float32; by default where the output is int8 or of 4 bits.  has_bias: an input bias
+    (c_out,), int32 for integer inputs, else float32.  has_residual: an input residual of y's shape and dtype; for int8 output its
+    values are multiplied by residual_scale (1,) float32.  relu: negative results become 0. Sums are int32 or float32. A NaN or
+    Inf of fp8 propagates.
+    layout: of x and y: "NHWC", or "NHWCnc", (n / 8, h, w, c / b, 8, b) with 32 bytes of b channels (kronsched.workloads.blocked).
     A call is `mod(x, w, scale=…, bias=…, residual=…)`; a scale may be a number, and is 1 when left out.
     Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
     """
@@ -78,6 +92,7 @@ class Conv2d(Workload):
     has_bias: bool = field(default=False, metadata={"help": "bias a channel of y"})
     has_residual: bool = field(default=False, metadata={"help": "add a tensor of y's shape"})
     relu: bool = field(default=False, metadata={"help": "set negative results to 0"})
+    layout: str = field(default="NHWC", metadata={"help": "of x and y: NHWC, or NHWCnc in blocks of 8 images x 32 bytes"})
 
     def __post_init__(self) -> None:
         """Validate and normalise to ints and pairs."""
@@ -93,6 +108,7 @@ class Conv2d(Workload):
         for name in ("c_in", "c_out"):
             if getattr(self, name) % self.groups:
                 raise ArgumentError(f"{name}={getattr(self, name)} is not a multiple of groups={self.groups}")
+        self._check_layout()
         if min(self.out_hw) < 1:
             raise ArgumentError(f"kernel={self.kernel} does not fit into h={self.h}, w={self.w} with padding={self.padding}")
         largest = max(t.size for t in (*self.inputs, self.output))
@@ -100,22 +116,52 @@ class Conv2d(Workload):
             raise UnsupportedError(f"{self.label} needs a tensor of {largest} elements; {MAX_ELEMENTS} at most are supported")
 
     def _check_dtypes(self) -> None:
-        if self.in_dtype in ("int4", "uint4"):
-            raise UnsupportedError(f"in_dtype={self.in_dtype!r} is not supported yet: choose one of {', '.join(OUT_DTYPES)}")
         dtype_of(self.in_dtype, "in_dtype", tuple(OUT_DTYPES))
         allowed = OUT_DTYPES[self.in_dtype]
         if self.out_dtype == "":
             object.__setattr__(self, "out_dtype", allowed[0])
         if self.out_dtype not in allowed:
             raise choose("out_dtype", self.out_dtype, allowed)
+        self._check_four_bit()
+
+    def _check_four_bit(self) -> None:
+        if self.in_dtype not in FOUR_BIT:
+            return
+        if self.c_in // self.groups % 2:
+            raise ArgumentError(f"c_in={self.c_in} is not allowed with {self.in_dtype}: an even number (a group) is needed")
+        if self.out_dtype in FOUR_BIT:
+            if self.c_out % 2:
+                raise ArgumentError(
+                    f"c_out={self.c_out} is not allowed with out_dtype={self.out_dtype!r}: an even number is needed"
+                )
+            if self.has_residual:
+                raise UnsupportedError(f"has_residual=True is not supported with out_dtype={self.out_dtype!r}")
+
+    def _check_layout(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise choose("layout", self.layout, LAYOUTS)
+        if self.layout == "NHWC":
+            return
+        if self.in_dtype in FOUR_BIT or self.groups > 1 or self.has_residual:
+            raise UnsupportedError(f"layout={self.layout!r} is not supported with 4 bits, groups or a residual")
+        for name, count, dtype in (("n", 1, ""), ("c_in", self.c_in, self.in_dtype), ("c_out", self.c_out, self.out_dtype)):
+            block = block_channels(dtype) if dtype else IMAGES
+            if (count if dtype else self.n) % block:
+                raise ArgumentError(
+                    f"{name}={getattr(self, name)} is not allowed with layout NHWCnc: a multiple of {block} is needed"
+                )
 
     def _check_scale(self) -> None:
         if self.has_scale is None:
-            object.__setattr__(self, "has_scale", self.out_dtype == "int8")
+            object.__setattr__(self, "has_scale", self.requantised)
         if not isinstance(self.has_scale, bool):
             raise ArgumentTypeError(f"has_scale={self.has_scale!r} must be True or False")
         if self.has_scale and self.out_dtype == "int32":
             raise ArgumentError("has_scale=True is not allowed with out_dtype='int32': its sums are exact")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Workload.to_dict`; the usual layout goes without saying, so that keys are those of logs that knew no other."""
+        return {name: value for name, value in super().to_dict().items() if (name, value) != ("layout", "NHWC")}
 
     # -- shape --------------------------------------------------------------------------------------
 
@@ -137,16 +183,26 @@ class Conv2d(Workload):
         return self.kernel[0] * self.kernel[1] * self.c_in // self.groups
 
     @property
+    def requantised(self) -> bool:
+        """Whether y is rounded to an integer of 8 or 4 bits."""
+        return self.out_dtype in LIMITS
+
+    @property
+    def sums_dtype(self) -> str:
+        """int32 or float32."""
+        return DTYPES[self.in_dtype].accumulate
+
+    @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The tensors x and w, then those of scale, bias, residual and residual_scale that there are."""
         specs = [
-            TensorSpec("x", (self.n, self.h, self.w, self.c_in), self.in_dtype),
-            TensorSpec("w", (self.c_out, *self.kernel, self.c_in // self.groups), self.in_dtype),
+            self._image("x", self.h, self.w, self.c_in, self.in_dtype),
+            _stored("w", (self.c_out, *self.kernel, self.c_in // self.groups), self.in_dtype),
         ]
         if self.has_scale:
             specs.append(TensorSpec("scale", (self.c_out,), "float32"))
         if self.has_bias:
-            specs.append(TensorSpec("bias", (self.c_out,), "int32" if self.in_dtype == "int8" else "float32"))
+            specs.append(TensorSpec("bias", (self.c_out,), "int32" if self.sums_dtype == "int32" else "float32"))
         if self.has_residual:
             specs.append(TensorSpec("residual", self.output.shape, self.out_dtype))
             if self.out_dtype == "int8":
@@ -156,7 +212,14 @@ class Conv2d(Workload):
     @property
     def output(self) -> TensorSpec:
         """The tensor y (n, h_out, w_out, c_out)."""
-        return TensorSpec("y", (self.n, *self.out_hw, self.c_out), self.out_dtype)
+        return self._image("y", *self.out_hw, self.c_out, self.out_dtype)
+
+    def _image(self, name: str, h: int, w: int, channels: int, dtype: str) -> TensorSpec:
+        """The spec of x or y in its layout."""
+        if self.layout == "NHWC":
+            return _stored(name, (self.n, h, w, channels), dtype)
+        block = block_channels(dtype)
+        return TensorSpec(name, (self.n // IMAGES, h, w, channels // block, IMAGES, block), dtype)
 
     @property
     def flops(self) -> int:
@@ -170,8 +233,9 @@ class Conv2d(Workload):
         parts += [f"s{_show(self.stride, 'x')} p{_show(self.padding, 'x')}"]
         parts += [f"d{_show(self.dilation, 'x')}"] * (self.dilation != (1, 1)) + [f"g{self.groups}"] * (self.groups > 1)
         parts += [self.in_dtype] + [f"to {self.out_dtype}"] * (self.out_dtype != self.in_dtype)
-        default = self.out_dtype == "int8"
+        default = self.requantised
         parts += ["unscaled" if default else "scale"] * (self.has_scale != default)
+        parts += [self.layout] * (self.layout != "NHWC")
         parts += ["bias"] * self.has_bias + ["residual"] * self.has_residual + ["relu"] * self.relu
         return " ".join(parts)
 
@@ -239,6 +303,18 @@ class Conv2d(Workload):
         placeholders, stages = conv2d_stages(self)
         func = te.create_prim_func([*placeholders, stages[-1]]).with_attr("global_symbol", "main")
         return tvm.IRModule({"main": func})
+
+
+def block_channels(dtype: str) -> int:
+    """Channels of a block of NHWCnc."""
+    return CHANNEL_BYTES // DTYPES[dtype].itemsize
+
+
+def _stored(name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
+    """The spec of a tensor; of 4 bits, two channels are a byte."""
+    if dtype in FOUR_BIT:
+        return TensorSpec(name, (*shape[:-1], shape[-1] // 2), "int8")
+    return TensorSpec(name, shape, dtype)
 
 
 def _filled(spec: TensorSpec, value: float, like: Any) -> Any:

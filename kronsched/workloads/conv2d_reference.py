@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
+from kronsched.workloads.blocked import from_blocks, to_blocks
+from kronsched.workloads.conv2d import FOUR_BIT, LIMITS, block_channels
+from kronsched.workloads.int4 import pack_int4, unpack_int4
 
 if TYPE_CHECKING:
     import torch
 
     from kronsched.workloads.conv2d import Conv2d
 
-_INT8_DEVIATION = 73.9
-"""Standard deviation of uniform int8."""
+_DEVIATIONS = {"int8": 73.9**2, "int4": 4.61**2, "uint4": 8.8 * 4.61}
+"""Of a product of uniform integers, about: standard deviation (root mean square of uint4)."""
+_OUTPUT_DEVIATIONS = {"int8": 60.0, "int4": 4.0, "uint4": 6.0}
+"""Wanted of y, so that some of it is saturated."""
 
 
 def make_inputs(conv: Conv2d, seed: int, device: str) -> list[torch.Tensor]:
@@ -21,8 +27,8 @@ def make_inputs(conv: Conv2d, seed: int, device: str) -> list[torch.Tensor]:
     import torch
 
     gen = torch.Generator(device=device).manual_seed(seed)
-    integers = conv.in_dtype == "int8"
-    deviation = (_INT8_DEVIATION**2 if integers else 1.0) * conv.depth**0.5  # of a sum
+    integers, wide = conv.sums_dtype == "int32", _DEVIATIONS.get(conv.in_dtype, 1.0)
+    deviation = wide * conv.depth**0.5  # of a sum
 
     def draw(name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
         if name == "bias" and integers:
@@ -31,7 +37,7 @@ def make_inputs(conv: Conv2d, seed: int, device: str) -> list[torch.Tensor]:
             return torch.randint(-128, 128, shape, generator=gen, device=device, dtype=torch.int32).to(DTYPES[dtype].torch())
         if name == "scale":
             spread = 0.5 + torch.rand(shape, generator=gen, device=device)
-            result: torch.Tensor = spread * ((60.0 if conv.out_dtype == "int8" else 1.0) / deviation)
+            result: torch.Tensor = spread * (_OUTPUT_DEVIATIONS.get(conv.out_dtype, 1.0) / deviation)
             return result
         if name == "residual_scale":
             return 0.2 + torch.rand(shape, generator=gen, device=device)
@@ -44,9 +50,16 @@ def make_inputs(conv: Conv2d, seed: int, device: str) -> list[torch.Tensor]:
 def conv2d_reference(conv: Conv2d, *inputs: torch.Tensor) -> torch.Tensor:
     """Y in float64: sums in float64, one tap of the kernel at a time, which is exact for integers; then the epilogue."""
     named = dict(zip((t.name for t in conv.inputs), inputs, strict=True))
-    acc = _sums(conv, named["x"].double(), named["w"].double())
-    if conv.out_dtype == "int8":
-        return _requantised(conv, acc, named)
+    x, w = named["x"], named["w"]
+    if conv.in_dtype in FOUR_BIT:
+        x, w = unpack_int4(x, signed=conv.in_dtype == "int4"), unpack_int4(w)
+    if conv.layout != "NHWC":
+        plain = conv2d_reference(replace(conv, layout="NHWC"), from_blocks(x), *inputs[1:])
+        return to_blocks(plain, block_channels(conv.out_dtype))
+    acc = _sums(conv, x.double(), w.double())
+    if conv.requantised:
+        y = _requantised(conv, acc, named)
+        return pack_int4(y).double() if conv.out_dtype in FOUR_BIT else y
     if conv.has_scale:
         acc *= named["scale"].double()
     if conv.has_bias:
@@ -69,7 +82,7 @@ def _sums(conv: Conv2d, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             tap = x[:, top : top + (oh - 1) * sh + 1 : sh, left : left + (ow - 1) * sw + 1 : sw]
             rows = tap.reshape(conv.pixels, g, wide).transpose(0, 1)
             acc.baddbmm_(rows, w[:, r, s].reshape(g, conv.c_out // g, wide).transpose(1, 2))
-    return acc.transpose(0, 1).reshape(conv.output.shape)
+    return acc.transpose(0, 1).reshape(conv.n, oh, ow, conv.c_out)
 
 
 def _requantised(conv: Conv2d, acc: torch.Tensor, named: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -84,7 +97,7 @@ def _requantised(conv: Conv2d, acc: torch.Tensor, named: dict[str, torch.Tensor]
         y += (named["residual"].float() * named["residual_scale"].float()).round_()
     if conv.relu:
         y = y.clamp_(min=0)
-    return y.clamp_(-128, 127).double()
+    return y.clamp_(*LIMITS[conv.out_dtype]).double()
 
 
 def torch_conv2d(conv: Conv2d, *inputs: torch.Tensor) -> tuple[str, Callable[[], torch.Tensor]]:
@@ -93,6 +106,9 @@ def torch_conv2d(conv: Conv2d, *inputs: torch.Tensor) -> tuple[str, Callable[[],
     from torch.nn.functional import conv2d
 
     x, w = inputs[0], inputs[1]
+    if conv.in_dtype in FOUR_BIT:
+        x, w = unpack_int4(x, signed=conv.in_dtype == "int4"), unpack_int4(w)
+    x = x if conv.layout == "NHWC" else from_blocks(x)
     dtype = x.dtype if conv.in_dtype in ("float16", "bfloat16") else torch.float16
     image, weight = (t.to(dtype).permute(0, 3, 1, 2) for t in (x, w))  # NCHW by shape, NHWC in memory
     attrs: dict[str, Any] = {

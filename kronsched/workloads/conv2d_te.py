@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
+from kronsched.workloads.conv2d import FOUR_BIT, IMAGES, LIMITS, block_channels
 
 if TYPE_CHECKING:
     from kronsched.workloads.conv2d import Conv2d
@@ -20,12 +21,18 @@ def conv2d_stages(conv: Conv2d) -> tuple[list[Any], list[Any]]:
     (ph, pw), (sh, sw), (dh, dw) = conv.padding, conv.stride, conv.dilation
     per_group, out_per_group = conv.c_in // conv.groups, conv.c_out // conv.groups
 
+    def place(n: Any, i: Any, j: Any, c: Any) -> tuple[Any, ...]:
+        if conv.layout == "NHWC":
+            return n, i, j, c
+        block = block_channels(conv.in_dtype)
+        return n // IMAGES, i, j, c // block, n % IMAGES, c % block
+
     def padded(n: Any, i: Any, j: Any, c: Any) -> Any:
         inside = tirx.all(i >= ph, i < conv.h + ph, j >= pw, j < conv.w + pw)
-        return tirx.if_then_else(inside, widened(x[n, i - ph, j - pw, c], conv.in_dtype), tirx.const(0, wide))
+        return tirx.if_then_else(inside, element(x, place(n, i - ph, j - pw, c), conv.in_dtype), tirx.const(0, wide))
 
     def transposed(r: Any, s: Any, c: Any, o: Any) -> Any:
-        return widened(w[o, r, s, c], conv.in_dtype)
+        return element(w, (o, r, s, c), "int4" if conv.in_dtype in FOUR_BIT else conv.in_dtype)
 
     wt = te.compute((*conv.kernel, per_group, conv.c_out), transposed, name="wt")
     xp = te.compute((conv.n, conv.h + 2 * ph, conv.w + 2 * pw, conv.c_in), padded, name="xp")
@@ -36,9 +43,29 @@ def conv2d_stages(conv: Conv2d) -> tuple[list[Any], list[Any]]:
         channel = c if conv.groups == 1 else o // out_per_group * per_group + c
         return te.sum(xp[n, i * sh + r * dh, j * sw + s * dw, channel] * wt[r, s, c, o], axis=[r, s, c])
 
-    acc = te.compute(conv.output.shape, term, name="acc")
-    y = te.compute(conv.output.shape, lambda *at: epilogue(conv, acc[at], tensors, at), name="y")
+    acc = te.compute((conv.n, *conv.out_hw, conv.c_out), term, name="acc")
+
+    def result(*at: Any) -> Any:
+        if conv.layout != "NHWC":
+            n, i, j, c, image, channel = at
+            at = n * IMAGES + image, i, j, c * block_channels(conv.out_dtype) + channel
+        if conv.out_dtype not in FOUR_BIT:
+            return epilogue(conv, acc[at], tensors, at)
+        pair = [(*at[:-1], at[-1] * 2 + odd) for odd in (0, 1)]
+        low, high = (epilogue(conv, acc[one], tensors, one).astype("int32") & 15 for one in pair)
+        return (low | high << 4).astype("int8")
+
+    y = te.compute(conv.output.shape, result, name="y")
     return list(tensors.values()), [xp, wt, acc, y]
+
+
+def element(tensor: Any, at: tuple[Any, ...], dtype: str) -> Any:
+    """An element of a tensor of a storage dtype in the dtype of its sums; of 4 bits, it is half of a byte."""
+    if dtype not in FOUR_BIT:
+        return widened(tensor[at], dtype)
+    byte = tensor[(*at[:-1], at[-1] // 2)].astype("int32")
+    half = (byte >> (at[-1] % 2 * 4)) & 15
+    return half if dtype == "uint4" else (half ^ 8) - 8
 
 
 def widened(value: Any, dtype: str) -> Any:
@@ -65,14 +92,15 @@ def epilogue(conv: Conv2d, acc: Any, tensors: Mapping[str, Any], at: tuple[Any, 
     from tvm import tirx
 
     out, float32 = conv.out_dtype, "float32"
-    if out == "int8":
+    if out in LIMITS:
         v = acc + tensors["bias"][at[-1]] if conv.has_bias else acc
         v = v.astype(float32)
         v = tirx.nearbyint(v * tensors["scale"][at[-1]]) if conv.has_scale else v
         if conv.has_residual:
             v = v + tirx.nearbyint(tensors["residual"][at].astype(float32) * tensors["residual_scale"][0])
-        low = tirx.const(0.0 if conv.relu else -128.0, float32)
-        return tirx.min(tirx.max(v, low), tirx.const(127.0, float32)).astype("int8")
+        least, most = LIMITS[out]
+        low = tirx.const(float(max(0, least) if conv.relu else least), float32)
+        return tirx.min(tirx.max(v, low), tirx.const(float(most), float32)).astype("int8")
     wide = DTYPES[conv.in_dtype].accumulate
     v = acc * tensors["scale"][at[-1]] if conv.has_scale else acc
     v = v + tensors["bias"][at[-1]] if conv.has_bias else v

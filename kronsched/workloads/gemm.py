@@ -35,9 +35,10 @@ _REFERENCE_ELEMENTS = 1 << 25
 class Gemm(Workload):
     """Y = X W: X (m, k); W 4-bit with a scale a group of rows, or dense (n, k) in X's dtype; sums in float32 (int8: int32).
 
-    m, n, k: ≥ 1, any.  a_dtype: float16 or bfloat16; dense also int8, float8_e4m3fn, float8_e5m2.  b_dtype: a_dtype (dense), or
-    int4; uint4 is another name for it, as values are stored as 0 to 15 and the zero point says what they mean.  out_dtype: of Y:
-    a_dtype, or for 8-bit inputs float16, bfloat16 or (int8) int32.
+    m, n, k: ≥ 1, any.  a_dtype: float16 or bfloat16; dense also int8, int4, float8_e4m3fn, float8_e5m2.  b_dtype: a_dtype
+    (dense), or int4; uint4 is another name for it, as values are stored as 0 to 15 and the zero point says what they mean.
+    out_dtype: of Y: a_dtype, or for 8-bit inputs float16, bfloat16 or (int8) int32; int32 for int4, whose X and W are int8
+    tensors of half as many columns, two values a byte (`kronsched.workloads.int4`), k even.
 
     4-bit only: group_size: rows of k that share a scale, a multiple of 32, or -1 for all.  zero_point: "symmetric" (8),
     "asymmetric" (integers 0 to 16) or "float".  act_order: rows of W are sorted by group, x is gathered by the kernel (without
@@ -69,7 +70,7 @@ class Gemm(Workload):
         dtype_of(self.a_dtype, "a_dtype", A_DTYPES)
         if not isinstance(self.out_dtype, str):
             raise ArgumentTypeError(f"out_dtype={self.out_dtype!r} must be a dtype name")
-        if self.b_dtype in A_DTYPES or self.a_dtype not in W4_A_DTYPES:
+        if self.a_dtype not in W4_A_DTYPES or (self.b_dtype in A_DTYPES and self.b_dtype not in W4_DTYPES):
             object.__setattr__(self, "out_dtype", dense.check_dense(self))
             self._check_size(max(self.m * self.k, self.m * self.n, self.n * self.k))
             return

@@ -4,6 +4,7 @@
     int8                y = Σk x[i,k] w[j,k]                                       int32, exact
                         y = round((Σk x[i,k] w[j,k]) · x_scale[i] · w_scale[j])    float16 or bfloat16
     float8              the same, sums in float32
+    int4                y = Σk x[i,k] w[j,k]                                       int32, exact; two values a byte
 
 Read first: `DENSE_DTYPES`, `dense_reference`.
 """
@@ -17,6 +18,7 @@ from kronsched.dtypes import DTYPES
 from kronsched.errors import ArgumentError, UnsupportedError, choose
 from kronsched.workloads.base import TensorSpec
 from kronsched.workloads.float8 import FLOAT8, widened
+from kronsched.workloads.int4 import unpack_int4
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,7 @@ DENSE_DTYPES: dict[str, tuple[str, ...]] = {
     "float16": ("float16",),
     "bfloat16": ("bfloat16",),
     "int8": ("float16", "bfloat16", "int32"),
+    "int4": ("int32",),
     "float8_e4m3fn": ("bfloat16", "float16"),
     "float8_e5m2": ("bfloat16", "float16"),
 }
@@ -48,6 +51,8 @@ def check_dense(w: Gemm) -> str:
         raise choose("out_dtype", w.out_dtype, allowed)
     if w.a_dtype == "int8" and w.k > MAX_INT8_K:
         raise UnsupportedError(f"k={w.k} is not supported: int8 products of more than {MAX_INT8_K} terms may overflow int32")
+    if w.a_dtype == "int4" and w.k % 2:
+        raise ArgumentError(f"k={w.k} is not allowed with int4: an even number is needed")
     return w.out_dtype or allowed[0]
 
 
@@ -58,6 +63,8 @@ def has_scales(w: Gemm) -> bool:
 
 def dense_inputs(w: Gemm) -> tuple[TensorSpec, ...]:
     """The tensors x (m, k), w (n, k), and with scales x_scale (m,) and w_scale (n,) in float32."""
+    if w.a_dtype == "int4":
+        return TensorSpec("x", (w.m, w.k // 2), "int8"), TensorSpec("w", (w.n, w.k // 2), "int8")
     specs = [TensorSpec("x", (w.m, w.k), w.a_dtype), TensorSpec("w", (w.n, w.k), w.b_dtype)]
     if has_scales(w):
         specs += [TensorSpec("x_scale", (w.m,), "float32"), TensorSpec("w_scale", (w.n,), "float32")]
@@ -69,6 +76,9 @@ def dense_make_inputs(w: Gemm, seed: int, device: str) -> list[torch.Tensor]:
     import torch
 
     gen = torch.Generator(device=device).manual_seed(seed)
+    if w.a_dtype == "int4":
+        sizes = (t.shape for t in dense_inputs(w))
+        return [torch.randint(-128, 128, s, generator=gen, device=device, dtype=torch.int8) for s in sizes]
     dtype = DTYPES[w.a_dtype].torch()
     shapes = ((w.m, w.k), (w.n, w.k))
     if w.a_dtype == "int8":
@@ -85,11 +95,17 @@ def dense_make_inputs(w: Gemm, seed: int, device: str) -> list[torch.Tensor]:
 
 def dense_reference(w: Gemm, *inputs: torch.Tensor) -> torch.Tensor:
     """Y (m, n) in float64: exact for int8 (|sums| < 2⁵³), rounded nowhere else."""
-    y = inputs[0].double() @ inputs[1].double().T
+    x, weight = _values(w, inputs[0], inputs[1])
+    y = x.double() @ weight.double().T
     if has_scales(w):
         y *= inputs[2].double()[:, None]
         y *= inputs[3].double()[None, :]
     return y
+
+
+def _values(w: Gemm, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both matrices with one value an element."""
+    return (unpack_int4(x), unpack_int4(weight)) if w.a_dtype == "int4" else (x, weight)
 
 
 def dense_baseline(w: Gemm, *inputs: torch.Tensor) -> tuple[str, Callable[[], Any]]:
@@ -99,10 +115,10 @@ def dense_baseline(w: Gemm, *inputs: torch.Tensor) -> tuple[str, Callable[[], An
     """
     import torch
 
-    x, weight = inputs[0], inputs[1]
-    if not has_scales(w) and w.a_dtype != "int8":
+    x, weight = _values(w, inputs[0], inputs[1])
+    if not has_scales(w) and w.a_dtype not in ("int8", "int4"):
         return f"torch linear {w.a_dtype}", lambda: torch.nn.functional.linear(x, weight)
-    if x.is_cuda and w.a_dtype == "int8" and w.m > 16 and w.k % 8 == 0 and w.n % 8 == 0:
+    if x.is_cuda and w.a_dtype in ("int8", "int4") and w.m > 16 and w.k % 8 == 0 and w.n % 8 == 0:
         if w.out_dtype == "int32":
             return "torch _int_mm", lambda: torch._int_mm(x, weight.T)
         xs, ws, dtype = inputs[2][:, None], inputs[3][None, :], DTYPES[w.out_dtype].torch()
@@ -114,10 +130,13 @@ def dense_baseline(w: Gemm, *inputs: torch.Tensor) -> tuple[str, Callable[[], An
     return "torch matmul float32", lambda: wide[0] @ wide[1]
 
 
-def widen(w: Gemm, value: Any) -> Any:
-    """An element of x or w in the dtype of sums, as a TVM expression."""
+def widen(w: Gemm, tensor: Any, i: Any, k: Any) -> Any:
+    """Element (i, k) of x or w in the dtype of sums, as a TVM expression."""
     from tvm import tirx
 
+    if w.a_dtype == "int4":
+        return (((tensor[i, k // 2].astype("int32") >> (k % 2 * 4)) & 15) ^ 8) - 8
+    value = tensor[i, k]
     if w.a_dtype in FLOAT8:
         value = widened(tirx.reinterpret("uint8", value), w.a_dtype)
     return value.astype(DTYPES[w.a_dtype].accumulate)
@@ -138,7 +157,7 @@ def dense_program(w: Gemm) -> tvm.IRModule:
     placeholders = {t.name: te.placeholder(t.shape, name=t.name, dtype=t.dtype) for t in dense_inputs(w)}
     x, weight = placeholders["x"], placeholders["w"]
     k = te.reduce_axis((0, w.k), name="kk")
-    acc = te.compute((w.m, w.n), lambda i, j: te.sum(widen(w, x[i, k]) * widen(w, weight[j, k]), axis=k), name="acc")
+    acc = te.compute((w.m, w.n), lambda i, j: te.sum(widen(w, x, i, k) * widen(w, weight, j, k), axis=k), name="acc")
     y = te.compute((w.m, w.n), lambda i, j: rounded(w, acc[i, j], placeholders, i, j), name="y")
     func = te.create_prim_func([*placeholders.values(), y]).with_attr("global_symbol", "main")
     return tvm.IRModule({"main": func})

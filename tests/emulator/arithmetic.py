@@ -226,6 +226,10 @@ def _cvta(c: Ctx) -> str:
 
 @handles("cvt")
 def _cvt(c: Ctx) -> str:
+    if c.parts[1] == "pack":
+        c.only("pack", "sat", "s8", "s32", "b32")
+        high, low = (f"(uint8_t)emu::to_int<int8_t>((double){c.read(op, 's32')})" for op in c.ops[1:3])
+        return c.write(c.ops[0], "b32", f"(uint32_t)({c.bits(c.ops[3])}) << 16 | {high} << 8 | {low}")
     if c.parts[-2:] == ["tf32", "f32"]:
         c.only("tf32", "f32", "rna")
         if not c.has("rna"):

@@ -130,7 +130,24 @@ extern "C" __global__ void mma_s8(signed char* __restrict__ a, signed char* __re
   for (int i = 0; i < 4; ++i) d[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
 }
 """
+_MMA_4 = """
+extern "C" __global__ void mma_{type}(signed char* __restrict__ a, signed char* __restrict__ b, int* __restrict__ d) {{
+  int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  unsigned r[4] = {{}}, s[2] = {{}};
+  for (int e = 0; e < 8; ++e) {{
+    for (int i = 0; i < 4; ++i) r[i] |= (unsigned)(a[(g + i % 2 * 8) * 64 + 8 * t + e + i / 2 * 32] & 15) << 4 * e;
+    for (int i = 0; i < 2; ++i) s[i] |= (unsigned)(b[(8 * t + e + 32 * i) * 8 + g] & 15) << 4 * e;
+  }}
+  int c[4];
+  asm volatile("mma.sync.aligned.m16n8k64.row.col.s32.{type}.s4.s32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, "
+    "{{%10, %10, %10, %10}};"
+    : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+    : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(s[0]), "r"(s[1]), "r"(0));
+  for (int i = 0; i < 4; ++i) d[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
+}}
+"""
 MMA_SOURCE = _MMA16.format(name="mma_f16", type="f16") + _MMA16.format(name="mma_bf16", type="bf16") + _MMA_TF32 + _MMA_S8
+MMA_SOURCE += _MMA_4.format(type="s4") + _MMA_4.format(type="u4")
 
 # One warpgroup: D (64, 8) = A (64, 64) B (64, 8) of float16, both K-major with the 128-byte swizzle, B given as (8, 64).
 WGMMA_SOURCE = """

@@ -175,20 +175,25 @@ def _bulk(c: Ctx) -> str:
 
 
 def _tensor(c: Ctx) -> str:
-    """cp.async.bulk.tensor.Nd: operands are [dst], [map, {coordinates}], [mbarrier], or [map, {coordinates}], [src]."""
+    """cp.async.bulk.tensor.Nd: operands are [dst], [map, {coordinates}], [mbarrier], or [map, {coordinates}], [src].
+
+    In im2col mode, {offset along w, offset along h} of the kernel's tap follow.
+    """
     opcode = c.instruction.opcode.removeprefix("cp.async.bulk.tensor.")
-    load = re.fullmatch(
-        r"([1-5])d\.shared::(?:cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes(\.multicast::cluster)?", opcode
-    )
+    ends = r"\.mbarrier::complete_tx::bytes(\.multicast::cluster)?"
+    im2col = re.fullmatch(r"(4)d\.shared::(?:cluster|cta)\.global\.im2col" + ends, opcode)
+    load = im2col or re.fullmatch(r"([1-5])d\.shared::(?:cluster|cta)\.global(?:\.tile)?" + ends, opcode)
     store = re.fullmatch(r"([1-5])d\.global\.shared::cta(?:\.tile)?\.bulk_group", opcode)
     match = load or store
     at = re.fullmatch(r"\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]", c.ops[1 if load else 0]) if match else None
-    if match is None or at is None or len(c.ops) != (2 if store else 4 if match[2] else 3):
+    if match is None or at is None or len(c.ops) != (2 if store else 3 + bool(match[2]) + bool(im2col)):
         raise c.refuse()
     indices = [c.read(text.strip(), "s32") for text in at[2].split(",")]
     if len(indices) != int(match[1]):
         raise c.refuse("has another number of coordinates than dimensions")
     where = f"(uint64_t)({c.bits(at[1])}), at, {len(indices)}"
+    if im2col:
+        indices += [c.read(text.strip(), "u16") for text in c.ops.pop(3).strip("{} ").split(",")]
     head = f"int at[] = {{{', '.join(indices)}}};"
     if load:
         blocks = c.bits(c.ops[3]) if load[2] else "0"

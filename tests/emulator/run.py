@@ -127,8 +127,9 @@ def _encoded(spec: TensorMap, address: int) -> int:
         return values + (0,) * (n - len(values))
 
     fields = (address, rank, _itemsize(spec.dtype), spec.swizzle, _MAP_MAGIC, *padded(spec.extents, 5), *padded(spec.box, 5))
-    content = struct.pack("=Q4I5I5I4Q", *fields, *padded(spec.strides, 4))
-    memory = ctypes.create_string_buffer(256)
+    window = (*padded(spec.steps, 2), *padded(spec.lower, 2), *padded(spec.upper, 2))  # no steps: not in im2col mode
+    content = struct.pack("=Q4I5I5I4Q2I4i", *fields, *padded(spec.strides, 4), *window)
+    memory = ctypes.create_string_buffer(320)
     aligned = -(-ctypes.addressof(memory) // 128) * 128
     ctypes.memmove(aligned, content, len(content))
     _kept_maps.append(memory)

@@ -181,6 +181,13 @@ def test_mma_of_int8_is_exact() -> None:
     assert np.array_equal(_mma("mma_s8", a, b, np.int32), a.astype(np.int32) @ b.astype(np.int32))
 
 
+@pytest.mark.parametrize(("name", "low"), [("mma_s4", -8), ("mma_u4", 0)])
+def test_mma_of_four_bits_is_exact(name: str, low: int) -> None:
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(low, low + 16, (16, 64)).astype(np.int8), rng.integers(-8, 8, (64, 8)).astype(np.int8)
+    assert np.array_equal(_mma(name, a, b, np.int32), a.astype(np.int32) @ b.astype(np.int32))
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_wgmma_of_swizzled_operands(waits: bool) -> None:
     rng = np.random.default_rng(3)

@@ -42,6 +42,10 @@ def prmt(a: Array, b: Array, c: Array) -> Array:
     return out
 
 
+def sat8(v: Array) -> Array:
+    return np.clip(v, -128, 127).astype(S).view(U) & U(255)
+
+
 def bf16(v: Array) -> Array:
     bits = wide(v)
     return ((bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)).astype(U)
@@ -78,6 +82,9 @@ CASES: dict[str, Callable[[Array, Array, Array], Array]] = {
     "cvt.rn.bf16x2.f32 %0, %1, %2;": lambda a, b, c: (bf16(a) << U(16)) | bf16(b),
     "cvt.rni.s32.f32 %0, %1;": lambda a, b, c: np.rint(a.view(F)).astype(S).view(U),
     "cvt.rn.f32.s32 %0, %1;": lambda a, b, c: a.view(S).astype(F).view(U),
+    "{ .reg .s32 s; shr.s32 s, %1, 23; cvt.pack.sat.s8.s32.b32 %0, %2, s, %3; }": lambda a, b, c: (
+        (c << U(16)) | (sat8(b.view(S)) << U(8)) | sat8(a.view(S) >> 23)
+    ),
     "cvt.u32.u8 %0, %1;": lambda a, b, c: a & U(255),
     "dp4a.s32.s32 %0, %1, %2, %3;": lambda a, b, c: (
         (a.view(np.int8).reshape(-1, 4).astype(S) * b.view(np.int8).reshape(-1, 4)).sum(1).astype(S).view(U) + c

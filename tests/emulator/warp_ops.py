@@ -6,8 +6,8 @@ import re
 
 from tests.emulator.instructions import SIZES, Ctx, handles
 
-_MMA_ELEMENTS = {"f16": 2, "bf16": 2, "tf32": 1, "s8": 4, "u8": 4, "e4m3": 4, "e5m2": 4, "f64": 1}
-_MMA_DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "f64": (4, 8, 16)}
+_MMA_ELEMENTS = {"f16": 2, "bf16": 2, "tf32": 1, "s4": 8, "u4": 8, "s8": 4, "u8": 4, "e4m3": 4, "e5m2": 4, "f64": 1}
+_MMA_DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "f64": (4, 8, 16), "s4": (32, 64), "u4": (32, 64)}
 
 
 @handles("bar", "barrier")
@@ -43,12 +43,13 @@ def _mma(c: Ctx) -> str:
     if match is None:
         raise c.refuse()
     rows, depth, (d, a, b, acc) = int(match[1]), int(match[2]), match.group(4, 5, 6, 7)
-    integers = ("s8", "u8")
-    fits = a == b or {a, b} <= set(integers) or {a, b} <= {"e4m3", "e5m2"}
+    fits = a == b or {a, b} <= {"s8", "u8"} or {a, b} <= {"s4", "u4"} or {a, b} <= {"e4m3", "e5m2"}
     allowed = {
         "f16": ("f16", "f32"),
         "s8": ("s32",),
         "u8": ("s32",),
+        "s4": ("s32",),
+        "u4": ("s32",),
         "f64": ("f64",),
         "e4m3": ("f16", "f32"),
         "e5m2": ("f16", "f32"),

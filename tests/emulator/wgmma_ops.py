@@ -1,4 +1,4 @@
-"""PTX instructions of Hopper's warpgroup products: wgmma with K-major operands."""
+"""PTX instructions of Hopper's warpgroup products: wgmma with K-major operands, 16-bit ones in shared memory also MN-major."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ def _product(c: Ctx, n: int, k: int, types: tuple[str, str, str]) -> str:
     transposes = rest[1 + signs :]
     if len(into) != n // (4 if types[2] == "f16" else 2) or len(source) != (1 if in_shared else 4) or len(rest) < 1 + signs:
         raise c.refuse("has a wrong number of operands")
-    if any(text != "0" for text in transposes):
-        raise c.refuse("has an operand that is not K-major, which the emulator does not know")
+    turned = [text != "0" for text in transposes]
+    if any(turned) and (_DEPTHS[types[0]] != 16 or any(text not in ("0", "1") for text in transposes)):
+        raise c.refuse("has an operand that is not K-major and not of 16 bits")
+    a_turned, b_turned = turned if len(turned) == 2 else (False, bool(turned and turned[0]))
     load = [f"x.d[{i}] = (uint32_t)({c.bits(r)});" for i, r in enumerate(into)]
     load += [f"x.a[{i}] = {c.bits(r)};" for i, r in enumerate(source)]
     a_sign, b_sign = (c.read(text, "s32") for text in rest[1:3]) if signs else ("1", "1")
     load.append(f"x.b = {c.bits(c.ops[2])}; x.add = {c.bits(rest[0])}; x.a_shared = {str(in_shared).lower()};")
     load.append(f"x.sign_a = {a_sign}; x.sign_b = {b_sign};")
+    load.append(f"x.a_turned = {str(a_turned).lower()}; x.b_turned = {str(b_turned).lower()};")
     store = " ".join(c.write(r, "b32", f"x.d[{i}]") for i, r in enumerate(into))
     kinds = ", ".join(f"emu::Type::{t}" for t in types)
     return f"emu::Wgmma x; {' '.join(load)} emu::wgmma(x, {kinds}, {n}, {k}, {c.what}); {store}"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from tests.runtime.runtime_toys import H200
 from tests.runtime.test_manifest import MANIFEST
 
 MAP = TensorMap("x_map", "x", "float16", (40, 30), (80,), (32, 8), swizzle=2, l2=2)
+IM2COL = TensorMap("x_map", "x", "int8", (64, 9, 8, 2), (64, 576, 4608), (32, 300), 1, 2, (-1, -2), (-3, 0), (2, 1))
 
 
 def lowered(**knobs: Any) -> Lowered:
@@ -98,17 +100,35 @@ def test_what_the_driver_would_refuse_is_refused(change: dict[str, Any], says: s
         dataclasses.replace(MAP, **change).checked()
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"lower": (-129, 0)}, "lower=(-129, 0)"),
+        ({"upper": ()}, "upper=()"),
+        ({"steps": (9, 1)}, "steps=(9, 1)"),
+        ({"steps": ()}, "do not fit each other"),  # a box of two sides for four dimensions
+        ({"box": (32, 1025)}, "out of range"),
+        ({"box": (16, 300)}, "must fill the swizzle"),  # an H200 does not pack narrower rows
+    ],
+)
+def test_windows_the_driver_would_refuse_are_refused(change: dict[str, Any], says: str) -> None:
+    assert IM2COL.checked() is IM2COL
+    with pytest.raises(ValueError, match=re.escape(says)):
+        dataclasses.replace(IM2COL, **change).checked()
+
+
 # -- in a manifest --------------------------------------------------------------------------------------
 
 
-def manifest() -> Manifest:
-    launch = LaunchSpec("k", ("x_map", "t"), ((30, 40), (16, 8, 7)), dtypes=("float16", "float32"), maps=(MAP,))
+def manifest(spec: TensorMap = MAP) -> Manifest:
+    launch = LaunchSpec("k", ("x_map", "t"), ((30, 40), (16, 8, 7)), dtypes=("float16", "float32"), maps=(spec,))
     return dataclasses.replace(MANIFEST, launches=(launch,))
 
 
-def test_manifest_round_trip(tmp_path: Path) -> None:
-    manifest().save(tmp_path)
-    assert Manifest.load(tmp_path) == manifest()
+@pytest.mark.parametrize("spec", [MAP, IM2COL], ids=["tiled", "im2col"])
+def test_manifest_round_trip(spec: TensorMap, tmp_path: Path) -> None:
+    manifest(spec).save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest(spec)
 
 
 def test_a_manifest_from_before_tensor_maps_loads(tmp_path: Path) -> None:
@@ -179,12 +199,17 @@ def test_what_the_driver_is_asked() -> None:
             asked.append(args)
             return self.status, SimpleNamespace(getPtr=lambda: ctypes.addressof(content))
 
+        def cuTensorMapEncodeIm2col(self, *args: Any) -> tuple[int, Any]:
+            return self.cuTensorMapEncodeTiled(*args)
+
     driver = Driver()
     assert encode(driver, MAP, 4096) == bytes(range(128))
     extents, strides, box, steps = ([("u64", 40), ("u64", 30)], [("u64", 80)], [("u32", 32), ("u32", 8)], [("u32", 1)] * 2)
     assert asked == [("float16", 2, 4096, extents, strides, box, steps, 0, 2, 2, 0)]
     encode(driver, dataclasses.replace(MAP, dtype="float8_e5m2"), 4096)
     assert asked[-1][0] == "uint8"
+    encode(driver, IM2COL, 4096)
+    assert asked[-1][5:] == ([-1, -2], [-3, 0], 32, 300, [("u32", n) for n in (1, 2, 1, 1)], 0, 1, 2, 0)
     driver.status = 1
     with pytest.raises(RuntimeError, match=r"tensor map x_map: x float16 .* failed: 1"):
         encode(driver, MAP, 4096)

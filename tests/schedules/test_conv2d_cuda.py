@@ -102,9 +102,9 @@ def test_values_without_effect_are_invalid() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        {"h": 56, "w": 56, "c_in": 64, "c_out": 64, "kernel": 3, "padding": 1},
+        pytest.param({"h": 56, "w": 56, "c_in": 64, "c_out": 64, "kernel": 3, "padding": 1}, marks=pytest.mark.slow),
         {"h": 14, "w": 14, "c_in": 256, "c_out": 256, "kernel": 3, "padding": 1},
-        {"h": 56, "w": 56, "c_in": 64, "c_out": 256, "kernel": 1},
+        pytest.param({"h": 56, "w": 56, "c_in": 64, "c_out": 256, "kernel": 1}, marks=pytest.mark.slow),
         {"h": 224, "w": 224, "c_in": 3, "c_out": 64, "kernel": 7, "stride": 2, "padding": 3},
     ],
     ids=lambda s: f"{s['h']} {s['c_in']} {s['kernel']}",

@@ -120,11 +120,11 @@ WARPGROUP = {"mma": "wgmma", "warps_m": 4, "warps_n": 4, "warps_j": 1}
         ((2, 40, 48, 2), "float16", {"store": "staged", "groups": 2}),
         ((2, 40, 48, 2), "float32", {"store": "staged", "groups": 2, "weights": "gather"}),
         ((1, 20, 36, 4), "float32", {"ksteps": 2, "stages": 2}),
-        ((1, 40, 34, 32), "float32", {"store": "pair", "lunits": 2, "warps_l": 1}),
+        pytest.param((1, 40, 34, 32), "float32", {"store": "pair", "lunits": 2, "warps_l": 1}, marks=pytest.mark.slow),
         ((1, 18, 17, 24), "float16", {"store": "staged", "warps_l": 2, "weights": "stream"}),
         ((1, 18, 17, 24), "float32", {"store": "staged", "warps_l": 2, "weights": "gather"}),
         ((2, 10, 22, 1), "bfloat16", {"weights": "stream", "mt": 2, "pairs": 4, "warps_m": 4}),
-        ((1, 12, 10, 6), "float16", {"warps_m": 4, "weights": "gather"}),
+        pytest.param((1, 12, 10, 6), "float16", {"warps_m": 4, "weights": "gather"}, marks=pytest.mark.slow),
     ],
 )
 def test_batch_first_with_ragged_edges_over_several_tiles(pattern: Any, dtype: str, change: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def test_batch_last_with_ragged_edges_over_several_tiles(pattern: Any, dtype: st
         ((1, 33, 50, 2), "float32", {"vector": 8, "mj": 3, "weights": "gather"}),
         ((2, 40, 90, 3), "bfloat16", {"warps_j": 2, "weights": "stream"}),
         ((2, 40, 90, 3), "float32", {"warps_j": 2, "weights": "stream"}),
-        ((1, 16, 200, 1), "float16", {"units": 2, "ksteps": 2, "stages": 2}),
+        pytest.param((1, 16, 200, 1), "float16", {"units": 2, "ksteps": 2, "stages": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_batch_last_by_wgmma(pattern: Any, dtype: str, change: dict[str, Any]) -> None:
@@ -173,7 +173,8 @@ def test_batch_last_by_wgmma(pattern: Any, dtype: str, change: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("layout", "weights"), [("batch_first", "resident"), ("batch_last", "stream"), ("batch_first", "gather")]
+    ("layout", "weights"),
+    [("batch_first", "resident"), ("batch_last", "stream"), pytest.param("batch_first", "gather", marks=pytest.mark.slow)],
 )
 def test_factors_of_a_chain_overlap(layout: str, weights: str) -> None:
     w = KSMatmul(64, ((3, 16, 32, 1), (1, 24, 24, 2)), "float16", layout)
@@ -187,7 +188,7 @@ def test_factors_of_a_chain_overlap(layout: str, weights: str) -> None:
     assert error_of(w, {"weights": weights}, H200) < 3e-3
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 7])
 def test_small_batches_are_guarded(batch: int) -> None:
     for dtype, layout in (("float16", "batch_first"), ("float32", "batch_first"), ("float32", "batch_last")):
         assert error_of(KSMatmul(batch, (2, 24, 16, 4), dtype, layout), {}, H200, "reverse") < 1e-3

@@ -42,8 +42,8 @@ PEERS: dict[str, dict[str, Peer]] = {
 
 
 def group_of(workload: Workload) -> str:
-    """The group whose peers serve a workload: its family, but "w4a16" for a gemm with 4-bit weights."""
-    if workload.family == "gemm" and getattr(workload, "b_dtype", "") == "int4":
+    """The group whose peers serve a workload: its family, but "w4a16" for a gemm of 16-bit floats with 4-bit weights."""
+    if workload.family == "gemm" and getattr(workload, "b_dtype", "") == "int4" and getattr(workload, "a_dtype", "") != "int4":
         return "w4a16"
     return workload.family
 

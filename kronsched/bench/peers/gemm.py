@@ -1,7 +1,7 @@
 """Peers for dense products of one dtype: what torch offers.
 
     cublas            torch's linear, for float16 and bfloat16 (on a CPU: the library torch has there)
-    int_mm            `torch._int_mm`, and the scales in operations of their own where there are any
+    int_mm            `torch._int_mm`, and the scales in operations of their own where there are any; int4 unpacked beforehand
     scaled_mm         `torch._scaled_mm` with a scale a row and a column, sums kept in float32
     scaled_mm_fast    the same with `use_fast_accum`: sums in the tensor cores' fewer bits; shown, not counted
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kronsched.bench.peers.base import PeerUnavailable, for_information, less_exact
 from kronsched.dtypes import DTYPES
 from kronsched.workloads.gemm import Gemm
+from kronsched.workloads.int4 import unpack_int4
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +44,12 @@ def int_mm(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], t
     """`torch._int_mm`; it takes more than 16 rows, and n and k in multiples of 8."""
     import torch
 
-    w = _of(workload, ("int8",), "int_mm")
+    w = _of(workload, ("int8", "int4"), "int_mm")
     if inputs[0].is_cuda and (w.m <= 16 or w.n % 8 or w.k % 8):
         raise PeerUnavailable("torch._int_mm takes more than 16 rows, and n and k in multiples of 8")
     x, weight = inputs[0], inputs[1].T
+    if w.a_dtype == "int4":
+        x, weight = unpack_int4(x), unpack_int4(inputs[1]).T
     if len(inputs) == 2:
         return lambda: torch._int_mm(x, weight)
     row, column, dtype = inputs[2][:, None], inputs[3][None, :], DTYPES[w.out_dtype].torch()

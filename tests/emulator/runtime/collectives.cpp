@@ -10,6 +10,7 @@ int elements(Type t) {
   switch (t) {
     case Type::f16: case Type::bf16: return 2;
     case Type::s8: case Type::u8: case Type::e4m3: case Type::e5m2: return 4;
+    case Type::s4: case Type::u4: return 8;
     default: return 1;
   }
 }
@@ -21,6 +22,8 @@ double element(Type t, uint64_t reg, int e) {
     case Type::tf32: return f32((uint32_t)reg & 0xffffe000u);
     case Type::s8: return (int8_t)(reg >> 8 * e);
     case Type::u8: return (uint8_t)(reg >> 8 * e);
+    case Type::s4: return (int8_t)(reg >> 4 * e << 4) >> 4;
+    case Type::u4: return reg >> 4 * e & 15;
     case Type::e4m3: return from_e4m3((uint8_t)(reg >> 8 * e));
     case Type::e5m2: return from_e5m2((uint8_t)(reg >> 8 * e));
     case Type::f64: return f64(reg);
@@ -34,7 +37,7 @@ struct Shape { Type a, b, acc; int k, m; bool saturate; };
 
 template <class T>
 void multiply(Mma* const* lanes, const Shape& s) {
-  static T a[16][32], b[32][8];
+  static T a[16][64], b[64][8];
   const int ea = elements(s.a), regs_b = s.k / (4 * ea), regs_a = regs_b * (s.m / 8), halves = s.m / 8;
   for (int l = 0; l < 32; ++l) {
     const int g = l / 4, t = l % 4;

@@ -99,7 +99,7 @@ void meet_warpgroup(const char* what, void* mine, Compute compute, const void* a
 
 // -- warp operations (collectives.cpp) ----------------------------------------------------------------
 
-enum class Type { f16, bf16, tf32, s8, u8, e4m3, e5m2, f64, f32, s32 };
+enum class Type { f16, bf16, tf32, s4, u4, s8, u8, e4m3, e5m2, f64, f32, s32 };
 struct Mma { uint64_t a[8], b[4], c[4], d[4]; };
 void mma(Mma& x, Type a, Type b, Type acc, int k, bool saturate, const char* what);  // m16n8k, and m8n8k4 for f64
 void ldmatrix(uint32_t address, int n, bool trans, uint32_t* d, const char* what);
@@ -115,7 +115,7 @@ uint32_t redux(uint32_t mask, Reduce op, uint32_t v, const char* what);
 
 // -- warpgroup products (wgmma.cpp) -------------------------------------------------------------------
 
-struct Wgmma { uint64_t a[4], b; uint32_t d[128]; bool a_shared, add; int sign_a, sign_b; };  // d: in and out
+struct Wgmma { uint64_t a[4], b; uint32_t d[128]; bool a_shared, add, a_turned, b_turned; int sign_a, sign_b; };  // d: in and out; turned: MN-major
 void wgmma(Wgmma& x, Type a, Type b, Type acc, int n, int k, const char* what);
 void wgmma_commit();
 void wgmma_wait(unsigned groups);

@@ -191,7 +191,7 @@ void run_cluster(const Launch& l) {
   for (auto& b : blocks) b.live = size_of_block;
   cluster_arrived = cluster_phase = 0;
   meetings.assign((n + 31) / 32, {});
-  groups.assign((n + 127) / 128, {});
+  groups.assign(cluster * ((size_of_block + 127) / 128), {});
   for (unsigned r = 0; r < cluster; ++r) enter_block(r, cluster), begin_block(l.dynamic_bytes);
   for (auto& f : fibers) start(f);
   std::vector<unsigned> warps, lanes;
@@ -329,17 +329,18 @@ void meet(uint32_t mask, const char* what, void* mine, Compute compute, const vo
 }
 
 void meet_warpgroup(const char* what, void* mine, Compute compute, const void* argument) {
-  unsigned group = current / 128;
-  Group& g = groups[group];
+  const unsigned rank = current / size_of_block, thread = current % size_of_block;
+  Group& g = groups[rank * ((size_of_block + 127) / 128) + thread / 128];
   if (g.arrived && std::strcmp(g.what, what)) fail("a warpgroup diverged: a thread is at %s, others wait at %s", what, g.what);
   g.what = what;
-  g.mine[current % 128] = mine;
+  g.mine[thread % 128] = mine;
   Fiber& f = self();
   f.state = Fiber::waiting, f.where = what;
   if (++g.arrived == 128) {
     g.arrived = 0;
     compute(g.mine, argument);
-    for (unsigned t = group * 128; t < group * 128 + 128; ++t) fibers[t].state = Fiber::ready;
+    const unsigned first = current - thread % 128;
+    for (unsigned t = first; t < first + 128; ++t) fibers[t].state = Fiber::ready;
   } else {
     yield();
   }
@@ -355,7 +356,7 @@ const char* launch(const Launch& l, void (*kernel)(void*), void* argument) {
   size_of_block = l.block.x * l.block.y * l.block.z, cluster = l.cluster;
   if (!size_of_block || size_of_block > 1024)
     return error_text("a block has 1 to 1024 threads, not " + std::to_string(size_of_block));
-  if (!cluster || cluster > kMostBlocks || l.grid.x % cluster || (cluster > 1 && size_of_block % 128))
+  if (!cluster || cluster > kMostBlocks || l.grid.x % cluster || (cluster > 1 && size_of_block % 32))
     return error_text("clusters of " + std::to_string(cluster) + " blocks of these are not known to the emulator");
   const unsigned n = size_of_block * cluster;
   body = kernel, body_argument = argument;

@@ -11,13 +11,17 @@ struct Call { Type a, b, acc; int n, k; const char* what; };
 
 int size_of(Type t) { return t == Type::tf32 ? 4 : t == Type::f16 || t == Type::bf16 ? 2 : 1; }
 
-// Element (row, k) of a K-major operand: row of A, or column of B.
-double from_shared_memory(uint64_t descriptor, Type t, int row, int k, const char* what) {
+// Element (row, k) of an operand: row of A, or column of B. turned: rows, not k, are neighbours in memory (16-bit types only).
+double from_shared_memory(uint64_t descriptor, Type t, bool turned, int row, int k, const char* what) {
   const uint64_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
   const unsigned layout = (unsigned)(descriptor >> 62), byte = (unsigned)(k * size_of(t));
   if (descriptor >> 49 & 7) fail("%s: a descriptor with a base offset", what);
   uint64_t at = start + (uint64_t)(row / 8) * stride;
-  if (layout == 0) {  // core matrices of 8 rows of 16 bytes
+  if (turned) {  // core matrices of 8 k, as wide as the swizzle
+    const unsigned width = layout ? 256u >> layout : 16, rows = width / 2;
+    at = start + row / rows * (layout ? leading : stride) + k / 8 * (layout ? stride : leading) + k % 8 * width + row % rows * 2;
+    if (layout) at ^= (at >> 7 & (width / 16 - 1)) << 4;
+  } else if (layout == 0) {  // core matrices of 8 rows of 16 bytes
     at += byte / 16 * leading + (uint64_t)(row % 8) * 16 + byte % 16;
   } else {
     const unsigned width = 256u >> layout;  // 1: 128 bytes, 2: 64, 3: 32
@@ -35,10 +39,10 @@ void multiply(Wgmma* const* threads, const Call& c) {
   const Wgmma& first = *threads[0];
   const int e = elements(c.a);
   for (int r = 0; r < c.n; ++r)
-    for (int k = 0; k < c.k; ++k) b[r][k] = (T)from_shared_memory(first.b, c.b, r, k, c.what) * (T)first.sign_b;
+    for (int k = 0; k < c.k; ++k) b[r][k] = (T)from_shared_memory(first.b, c.b, first.b_turned, r, k, c.what) * (T)first.sign_b;
   if (first.a_shared) {
     for (int r = 0; r < 64; ++r)
-      for (int k = 0; k < c.k; ++k) a[r][k] = (T)from_shared_memory(first.a[0], c.a, r, k, c.what);
+      for (int k = 0; k < c.k; ++k) a[r][k] = (T)from_shared_memory(first.a[0], c.a, first.a_turned, r, k, c.what);
   } else {
     for (int l = 0; l < 128; ++l)
       for (int r = 0; r < 4; ++r)

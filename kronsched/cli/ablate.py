@@ -1,0 +1,96 @@
+"""`kronsched ablate conv2d|FILE`: what each idea of a schedule is worth, by tuning without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kronsched.cli.options import json_option, target_option
+from kronsched.cli.output import only_json, print_json, print_table, time_text
+from kronsched.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kronsched.bench.ablation import Outcome
+
+
+def _ablate(
+    *,
+    what: str,
+    suite: str | None,
+    limit: int | None,
+    schedule: str,
+    trials: int,
+    builders: int | None,
+    seed: int,
+    target: str,
+    output: str | None,
+    as_json: bool,
+) -> int:
+    from kronsched.bench.ablation import ablate as run
+    from kronsched.bench.suites import load_cases, load_file, suite_families
+    from kronsched.hardware import resolve_target
+
+    if output is not None and not Path(output).parent.is_dir():
+        raise ArgumentError(f"output={output!r} cannot be written: there is no folder {str(Path(output).parent)!r}")
+    known = what in suite_families()
+    cases = load_cases(what, suite or "versus", limit=limit) if known else load_file(Path(what), suite, limit=limit)
+    done: list[Outcome] = []
+
+    def on_outcome(outcome: Outcome) -> None:
+        done.append(outcome)
+        worth = ", ".join(f"{name} {ratio:.2f}×" for name, ratio in outcome.worth.items())
+        click.echo(f"{outcome.workload.label}: {worth or outcome.error or 'nothing found'}", err=True)
+        if output is not None:
+            Path(output).write_text(json.dumps(_summary(done, trials)) + "\n", encoding="utf-8")
+
+    with only_json(as_json):
+        device = resolve_target(target)
+        run([c.workload for c in cases], schedule, device, trials, builders=builders, seed=seed, on_outcome=on_outcome)
+    if as_json:
+        print_json(_summary(done, trials))
+    else:
+        _print(schedule, done)
+    return 0 if any(o.us for o in done) else 1
+
+
+def _summary(outcomes: list[Outcome], trials: int) -> dict[str, Any]:
+    from kronsched.bench.run import versions
+
+    return {"trials": trials, "rows": [o.to_dict() for o in outcomes], "versions": versions()}
+
+
+def _print(schedule: str, outcomes: list[Outcome]) -> None:
+    from kronsched.bench.ablation import ABLATIONS, BLOCKED, WHOLE
+
+    names = [*ABLATIONS[schedule], BLOCKED]
+    rows = []
+    for o in outcomes:
+        cells = [f"{time_text(o.us.get(n))} {o.worth[n]:.2f}×" if n in o.worth else "–" for n in names]
+        rows.append([o.workload.label, time_text(o.us.get(WHOLE)), *cells])
+    print_table(f"{schedule}: best time, and what is lost without", ["workload", WHOLE, *names], rows)
+    for o in outcomes:
+        if o.error:
+            click.echo(f"{o.workload.label}: {o.error}")
+
+
+ablate = click.Command(
+    "ablate",
+    params=[
+        click.Argument(["what"], metavar="FAMILY|FILE"),
+        click.Option(["--suite"], default=None, help='Name of a suite. [default: "versus", of a file its first]'),
+        click.Option(["--limit"], type=click.IntRange(1), default=None, help="Only the first so many shapes."),
+        click.Option(["--schedule"], default="conv2d_cuda_mma", help="The schedule. [default: conv2d_cuda_mma]"),
+        click.Option(["--trials"], type=click.IntRange(1), default=24, help="Of each variant of each shape. [default: 24]"),
+        click.Option(["--builders"], type=click.IntRange(1), default=None, help="Build processes. [default: the cores]"),
+        click.Option(["--seed"], type=click.INT, default=0, help="Seed of the searches. [default: 0]"),
+        target_option,
+        click.Option(["-o", "--output"], type=click.Path(dir_okay=False), default=None, help="Store the JSON here as it comes."),
+        json_option,
+    ],
+    callback=_ablate,
+    help="Tune shapes with a schedule's whole space and with parts of it that lack one idea each.",
+)
+"""The command."""
