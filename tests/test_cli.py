@@ -18,6 +18,7 @@ from kronsched.cli.root import run
 from kronsched.errors import CompileError
 from kronsched.hardware import PRESETS
 from kronsched.records import Journal, TuningRecord
+from kronsched.records.replay import ReplayResult
 from kronsched.search.result import TuneEvent, TuneResult
 
 WORKLOAD = KronMatmul(4, ((4, 4), (4, 4)))
@@ -223,6 +224,57 @@ def test_show(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "kron m=4 4x4^2 float32 on NVIDIA H200: 4 records, compile_error 1, ok 2, timeout 1" in out
     assert "12.5 µs" in out and "20 µs" not in out and "rows=2 threads=256" in out
+
+
+@pytest.fixture
+def two(log: Path) -> tuple[Path, str]:
+    """A log of two workloads, and the key of the second."""
+    other = KronMatmul(8, ((4, 4), (4, 4)))
+    Journal(log).append(dataclasses.replace(record(median=3.0), workload=other.to_dict()))
+    return log, other.key
+
+
+def test_a_key_chooses_one_workload_of_a_log(
+    two: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, key = two
+    assert run(["show", str(log), "--key", key[:12]]) == 0
+    out = capsys.readouterr().out
+    assert f"key {key}" in out and "m=8" in out and "m=4" not in out
+    asked: list[Any] = []
+    monkeypatch.setattr("kronsched.records.replay.replay", lambda log, workload, **options: asked.append(workload) or [])
+    monkeypatch.setattr(
+        "kronsched.runtime.export.emit", lambda what, out, target, workload, compiler: asked.append(workload) or []
+    )
+    monkeypatch.setattr("kronsched.runtime.manifest.Manifest.load", lambda path: None)
+    run(["replay", str(log), "--key", key])
+    run(["emit", str(log), "-o", "x", "--key", key])
+    assert [workload.key for workload in asked] == [key] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [("kron-", "names 2 workloads of the log"), ("gemm", "names no workload of the log")]
+)
+def test_a_key_that_is_no_workload_lists_them(
+    key: str, message: str, two: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(two[0]), "--key", key]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line and two[1] in line
+
+
+def test_a_replay_that_could_check_nothing_fails_and_says_why(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def results(*statuses: str) -> list[ReplayResult]:
+        skipped = "not run: this machine has no NVIDIA H200"
+        return [ReplayResult(record(median=1.0), s, error=skipped if s == "skipped" else None) for s in statuses]
+
+    monkeypatch.setattr("kronsched.records.replay.replay", lambda log, **options: results("skipped", "skipped"))
+    assert run(["replay", str(log), "--measure"]) == 1
+    assert "kronsched: all 2 record(s) were skipped" in (err := capsys.readouterr().err) and err.count("no NVIDIA H200") == 1
+    monkeypatch.setattr("kronsched.records.replay.replay", lambda log, **options: results("skipped", "reproduced"))
+    assert run(["replay", str(log), "--measure"]) == 0
 
 
 def test_show_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

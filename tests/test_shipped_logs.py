@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from kronsched.records.replay import replay
 from kronsched.search.table import Table
 
 LOGS = sorted(p for p in shipped_dir().rglob("*.jsonl") if "tables" not in p.parts)
+MOST = 24
+"""Workloads of a log that are looked at; a grid has a thousand and more."""
 TABLES = sorted(shipped_dir().rglob("tables/*.jsonl.gz"))
 
 
@@ -30,7 +33,7 @@ def test_a_shipped_log_reads_and_its_records_are_found(path: Path) -> None:
         warnings.simplefilter("error")
         records = read_log(path)
     assert records and all(r.ok for r in records)
-    for key in dict.fromkeys(r.workload_key for r in records):
+    for key in _some(dict.fromkeys(r.workload_key for r in records)):
         own = [r for r in records if r.workload_key == key]
         found = find_best(registry.workload_from_dict(own[0].workload), resolve_target("nvidia/h200"), [shipped_dir()])
         assert found is not None and found.median_us is not None
@@ -47,8 +50,18 @@ def test_the_first_record_of_a_shipped_log_rebuilds(path: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", LOGS, ids=lambda p: p.stem)
-def test_the_best_records_of_a_shipped_log_rebuild(path: Path) -> None:
-    assert [r.message for r in replay(path, best=True) if r.digest_matches is not True] == []
+def test_the_best_records_of_a_shipped_log_rebuild(path: Path, tmp_path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    keys = _some(dict.fromkeys(r.workload_key for r in read_log(path)))
+    some = tmp_path / path.name
+    some.write_bytes(b"".join(line for line in lines if any(key.encode() in line for key in keys)))
+    assert [r.message for r in replay(some, best=True) if r.digest_matches is not True] == []
+
+
+def _some(keys: Iterable[str]) -> list[str]:
+    """Keys spread over all of them."""
+    found = list(keys)
+    return found[:: -(-len(found) // MOST)]
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)

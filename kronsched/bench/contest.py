@@ -50,14 +50,18 @@ class Contest:
     def __init__(self, workload: Workload, device: Device) -> None:
         """Make inputs and reference on the device. Raises MemoryError or torch's out-of-memory error."""
         self.workload, self.device = workload, device
-        copies = min(MAX_ROTATION, sets_for(workload.min_bytes, device, free_bytes(device) // 2))
-        self._sets = [workload.make_inputs(seed, device.torch_device) for seed in range(copies)]
-        self._reference = workload.reference(*self._sets[0])
-        self._rms = rms(self._reference)
+        self._prepare()
         self._ready: dict[str, list[Call]] = {}
         self.errors: dict[str, float] = {}
         self.joules: dict[str, float] = {}
         self.notes: dict[str, str] = {}
+
+    def _prepare(self) -> None:
+        """Make the input sets, the reference of the first, and its root mean square."""
+        copies = min(MAX_ROTATION, sets_for(self.workload.min_bytes, self.device, free_bytes(self.device) // 2))
+        self._sets = [self.workload.make_inputs(seed, self.device.torch_device) for seed in range(copies)]
+        self._reference = self.workload.reference(*self._sets[0])
+        self._rms = rms(self._reference)
 
     def enter(self, name: str, make: MakeCall, slack: float = 1.0) -> None:
         """Let a contestant take part once its result is right.
@@ -70,13 +74,17 @@ class Contest:
 
         calls = [make(inputs) for inputs in self._sets]
         y = torch.as_tensor(calls[0](), device=self._reference.device)
-        error = max_relative_error(y.reshape(self._reference.shape), self._reference, self._rms)
+        error = max_relative_error(*self._compared(name, y.reshape(self._reference.shape)), self._rms)
         slack *= self.workload.slack
         tolerance = slack * (DTYPES[self.workload.output.dtype].tolerance or math.ulp(0.0))  # integers: exact, or infinite slack
         if not error <= tolerance:
             raise WrongResult(f"wrong result: relative error {error:.2g}, {tolerance:.2g} is allowed")
         self.errors[name] = error
         self._ready[name] = calls
+
+    def _compared(self, name: str, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(result, reference), or the part of both that a contestant is judged by."""
+        return y, self._reference
 
     def times(self) -> dict[str, float]:
         """Microseconds a call of each contestant: the best of some medians.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kronsched.bench.contest import release
 from kronsched.bench.peers import peers_for
-from kronsched.bench.run import choose_peers, row_of
+from kronsched.bench.run import choose_peers, row_of, shown_of
 from kronsched.bench.screen import ScreenedContest
 from kronsched.bench.tuning import BuiltAhead, Logs
 from kronsched.errors import UnsupportedError
@@ -52,16 +52,19 @@ def run_grid(
     device, begin = measure_ceilings(device), time.perf_counter()
     rows: list[Row] = []
     with Crew(device) as crew:
-        ahead = BuiltAhead([c for c in cases if c.workload.key not in known], device, logs or Logs(), crew)
+        left = [c for c in cases if c.workload.key not in known]
+        ahead = BuiltAhead(left if seconds != 0 else [], device, logs or Logs(), crew)
         for number, case in enumerate(cases):
             row = known.get(case.workload.key)
             if row is None:
                 if seconds is not None and time.perf_counter() - begin > seconds:
-                    say(f"stopped after {seconds:g} s: {len(cases) - number} of {len(cases)} shapes are left")
+                    count = sum(c.workload.key not in known for c in cases[number:])
+                    say(f"stopped after {seconds:g} s: {count} of {len(cases)} shapes are left")
                     break
                 served = peers_for(case.workload)
                 chosen = {name: served[name] for name in wanted if name in served}
-                row = row_of(case, device, chosen, ahead.module, partial(ScreenedContest, energy=energy))
+                contest = partial(ScreenedContest, energy=energy, shown=shown_of(chosen))
+                row = row_of(case, device, chosen, ahead.module, contest)
                 _give_back(device, number)
             rows.append(row)
             progress(row)

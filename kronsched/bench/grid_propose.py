@@ -17,6 +17,7 @@ import numpy as np
 from kronsched import registry
 from kronsched.cost_model.base import ModelError
 from kronsched.errors import InvalidConfig, KronschedError
+from kronsched.search.predict import guessed_us
 from kronsched.space import Candidate, Config, SearchSpace, Value
 
 if TYPE_CHECKING:
@@ -26,8 +27,14 @@ if TYPE_CHECKING:
 
 REPAIRS = 4
 """Knobs that may be changed one after another to make a neighbour's config valid here."""
-HOPEFUL = 0.6
-"""Without hints, changes are tried of the defaults of schedules whose untuned share of the roofline is so near the best one's."""
+HOPEFUL = 1.5
+"""Without hints, changes are tried of the defaults of schedules that are expected to take at most so many times the least."""
+HOPELESS = 3.0
+"""No default is tried of which so many times the least is expected: a call of it can take longer than all others together."""
+TRUSTED = 0.85
+"""What is expected of the schedule that is best for the nearest neighbour counts so many times, in the order of the defaults."""
+RIVAL = 1.25
+"""The default of a schedule that is best for no neighbour is tried as well where so many times the least is expected of it."""
 POOL = 128
 """Valid candidates of a space that are scored when there is a model."""
 
@@ -36,9 +43,9 @@ POOL = 128
 class Ask:
     """A question to `propose`.
 
-    spaces: names of the schedules whose defaults may be tried.  hints: configs that are good for neighbours, the best hint
-    first; those of this very shape may be among them.  known: candidates that are not wanted again.  n: how many.
-    models: folder of cost models, "" without.
+    spaces: names of the schedules whose defaults may be tried.  rivals: of others, tried where much is expected of them.
+    hints: configs that are good for neighbours, the best hint first; those of this very shape may be among them.  known:
+    candidates that are not wanted again.  n: how many.  models: folder of cost models, "" without.
     """
 
     workload: Workload
@@ -49,16 +56,18 @@ class Ask:
     n: int
     seed: int
     models: str
+    rivals: tuple[str, ...] = ()
 
 
 def propose(ask: Ask) -> list[Candidate]:
-    """At most `ask.n` candidates, valid and not known: as hinted or by the model, with the defaults behind the first of these."""
+    """At most `ask.n` candidates, valid and not known: a default, what is best for a neighbour, other defaults, changes."""
     rng = random.Random(ask.seed)
     seen = {c.key for c in ask.known}
     spaces = {name: space for name in _names(ask) if (space := _space(ask, name)) is not None}
-    out = [c for c in _defaults(ask, spaces) if not (c.key in seen or seen.add(c.key))]  # type: ignore[func-returns-value]
+    defaults = _defaults(ask, spaces)
+    out = [c for c in defaults if not (c.key in seen or seen.add(c.key))]  # type: ignore[func-returns-value]
     pool: list[Candidate] = []
-    for candidate in _moved(ask, spaces, rng):
+    for candidate in _moved(ask, spaces, defaults, rng):
         if candidate.key not in seen:
             seen.add(candidate.key)
             pool.append(candidate)
@@ -66,13 +75,12 @@ def propose(ask: Ask) -> list[Candidate]:
             break
     ranked = _ranked(ask, spaces, pool)
     lead = 1 if ask.hints else 0
-    return [*ranked[:lead], *out, *ranked[lead:]][: ask.n]
+    return [*out[:1], *ranked[:lead], *out[1:], *ranked[lead:]][: ask.n]
 
 
 def _names(ask: Ask) -> list[str]:
-    """The schedules at hand, those that are good without tuning first."""
-    names = dict.fromkeys([*ask.spaces, *(h.space for h in ask.hints)])
-    return sorted(names, key=lambda name: -registry.schedule(name).untuned_share)
+    """The schedules at hand."""
+    return list(dict.fromkeys([*ask.spaces, *(h.space for h in ask.hints), *ask.rivals]))
 
 
 def _space(ask: Ask, name: str) -> SearchSpace | None:
@@ -85,16 +93,31 @@ def _space(ask: Ask, name: str) -> SearchSpace | None:
         return None
 
 
-def _defaults(ask: Ask, spaces: Mapping[str, SearchSpace]) -> Iterator[Candidate]:
-    for name in spaces:
-        if name in ask.spaces:
+def _defaults(ask: Ask, spaces: Mapping[str, SearchSpace]) -> dict[Candidate, float]:
+    """The defaults to be tried with the times expected of them, the least first."""
+    found: dict[Candidate, float] = {}
+    for name, space in spaces.items():
+        if name in ask.spaces or name in ask.rivals:
             try:
-                yield spaces[name].candidate(registry.schedule(name).default_config(ask.workload, ask.device))
+                config = registry.schedule(name).default_config(ask.workload, ask.device)
+                found[space.candidate(config)] = _expected_us(ask, name, config)
             except InvalidConfig:
                 continue
+    least, first = min(found.values(), default=0.0), ask.hints[0].space if ask.hints else ""
+    kept = {c: us for c, us in found.items() if us <= (HOPELESS if c.space in ask.spaces else RIVAL) * least}
+    return dict(sorted(kept.items(), key=lambda pair: pair[1] * (TRUSTED if pair[0].space == first else 1.0)))
 
 
-def _moved(ask: Ask, spaces: Mapping[str, SearchSpace], rng: random.Random) -> Iterator[Candidate]:
+def _expected_us(ask: Ask, name: str, config: Config) -> float:
+    """What the schedule's own model says where it has one."""
+    schedule = registry.schedule(name)
+    says = schedule.features(ask.workload, config, ask.device).get("predicted_us")
+    return guessed_us(schedule, ask.workload, ask.device) if says is None else float(says)
+
+
+def _moved(
+    ask: Ask, spaces: Mapping[str, SearchSpace], defaults: Mapping[Candidate, float], rng: random.Random
+) -> Iterator[Candidate]:
     """The hints made valid, then ever more changes of them, then anything."""
     fitted = []
     for hint in ask.hints:
@@ -102,8 +125,7 @@ def _moved(ask: Ask, spaces: Mapping[str, SearchSpace], rng: random.Random) -> I
             fitted.append(found)
             yield found
     if not fitted:  # one trial is enough to see that a schedule is far behind
-        shares = {name: registry.schedule(name).untuned_share for name in ask.spaces}
-        fitted = [c for c in _defaults(ask, spaces) if shares[c.space] >= HOPEFUL * max(shares.values())]
+        fitted = [c for c, us in defaults.items() if us <= HOPEFUL * min(defaults.values())]
     for round_ in range(3 * POOL if fitted else 0):
         # Hints come the best first, and so do their children.
         parent = fitted[min(int(rng.expovariate(1.0) * 2), len(fitted) - 1)]

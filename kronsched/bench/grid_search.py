@@ -1,8 +1,8 @@
 """Which shape of a grid deserves the next trials, and which configs of other shapes it should be told of. Pure bookkeeping.
 
 A group is what may teach each other: shapes of one family that agree in everything but their numbers (dtype, layout). Within it
-the first shapes are far apart and get more trials; then every shape is visited once, with the configs that are best for its
-nearest neighbours; then trials go where the gain that is to be expected is largest.
+the first shapes are far apart and get more trials; then every shape is visited once, in random order, with the configs that are
+best for its nearest neighbours; then trials go where the gain that is to be expected is largest.
 
 Read first: `GridSearch.next_visit`, `GridSearch.tell`.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ from kronsched.workloads.base import Workload
 SEEDS = 12
 """Shapes of a group that are visited first, as far apart as can be."""
 SEED_TRIALS = 12
-SEED_SHARE = 0.3
+SEED_SHARE = 0.1
 """Of the time that the first shapes may take together."""
 VISIT_TRIALS = 4
 NEIGHBOURS = 6
@@ -93,7 +94,7 @@ class GridSearch:
         for i, w in enumerate(workloads):
             self._groups.setdefault(group_of(w), []).append(i)
         self._nearest = {i: order for members in self._groups.values() for i, order in _nearest(members, self.shapes)}
-        orders = [_spread(members, self.shapes) for members in self._groups.values()]
+        orders = [_mixed(_spread(members, self.shapes)) for members in self._groups.values()]
         self._seeds = {i for order in orders for i in order[:SEEDS]}
         # Groups take turns: should time be up early, each has had its share.
         longest = max(map(len, orders), default=0)
@@ -117,7 +118,7 @@ class GridSearch:
         while self._first:
             index = self._first.pop()
             shape = self.shapes[index]
-            if shape.costs and index not in self._seeds:
+            if shape.costs:
                 continue  # a log knows it: gains decide
             trials = self._first_trials(index, budget)
             if (left := self.trials - len(shape.asked)) > 0:
@@ -134,10 +135,11 @@ class GridSearch:
 
     def _first_trials(self, index: int, budget: float) -> int:
         """Trials of a first visit: fewer where time is too short for all shapes."""
+        fair = budget / (len(self._first) + 1)
         if index in self._seeds:
             share = SEED_SHARE * budget / max(1, len(self._seeds))
-            return int(min(SEED_TRIALS, max(VISIT_TRIALS, share)))
-        return int(min(VISIT_TRIALS, max(1.0, budget / (len(self._first) + 1))))
+            return int(min(SEED_TRIALS, max(1.0, share, min(VISIT_TRIALS, 2 * fair))))
+        return int(min(VISIT_TRIALS, max(1.0, fair)))
 
     def gain(self, index: int) -> float:
         """The log of the speed-up that more trials are expected to bring."""
@@ -199,6 +201,13 @@ def _nearest(members: Sequence[int], shapes: Sequence[Shape]) -> Iterator[tuple[
     for index, point in zip(members, points, strict=True):
         order = np.argsort(np.abs(points - point).sum(axis=1), kind="stable")
         yield index, [members[i] for i in order.tolist() if members[i] != index]
+
+
+def _mixed(order: Sequence[int]) -> list[int]:
+    """The first shapes as they are, the others in random order: where time is up early, those that were visited are typical."""
+    rest = list(order[SEEDS:])
+    random.Random(0).shuffle(rest)
+    return [*order[:SEEDS], *rest]
 
 
 def _spread(members: Sequence[int], shapes: Sequence[Shape]) -> list[int]:

@@ -24,8 +24,10 @@ class Group:
     """What some rows have in common.
 
     rows: timed.  failed: rows without a time of ours.  best_geomean: of the best peer's time / ours, row by row.  lowest: the
-    least of these ratios.  lost: rows below `NEVER_SLOWER`.  over_floor: median of time / floor.  error: the largest.
-    joules_geomean: of our joules / the best peer's, None where they were not measured.
+    least of these ratios.  lost: rows below `NEVER_SLOWER`.  served_geomean, served_lowest, served_lost: the same of what a user
+    of `kronsched.nn` gets, who is served by a library where it is faster; None for families without such a choice.
+    over_floor: median of time / floor.  error: the largest.  joules_geomean: of our joules / the best peer's, None where they
+    were not measured.
     """
 
     name: str
@@ -37,6 +39,9 @@ class Group:
     over_floor: float | None
     error: float | None
     joules_geomean: float | None
+    served_geomean: float | None = None
+    served_lowest: float | None = None
+    served_lost: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -51,17 +56,35 @@ def group_of(workload: Workload) -> str:
     return f"{workload.dtype} {workload.layout} {kind}"
 
 
-def groups(rows: Sequence[Row]) -> list[Group]:
-    """The groups in the order of their first rows."""
+def served_us(row: Row) -> float | None:
+    """What `ks_matmul` takes once the row is in its table: the time of our kernel or of torch's formulation that it chooses."""
+    if not isinstance(row.workload, KSMatmul):
+        return None
+    from kronsched.nn.ks_select import KERNEL, Entry, Selector
+    from kronsched.nn.ks_select_library import FORMULATIONS
+
+    library = {name: us for name, us in row.peers.items() if us and name in FORMULATIONS}
+    name = Selector([Entry(row.workload, row.us, library)]).choose(row.workload).name
+    return row.us if name == KERNEL else library[name]
+
+
+def _served_ratio(row: Row) -> float | None:
+    peer, ours = row.peers.get(row.best_peer or ""), served_us(row)
+    return peer / ours if peer and ours else None
+
+
+def groups(rows: Sequence[Row], selection: bool = True) -> list[Group]:
+    """The groups in the order of their first rows. selection: whether `kronsched.nn` chooses a library on the rows' device."""
     by_name: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_name[group_of(row.workload)].append(row)
-    return [_group(name, own) for name, own in by_name.items()]
+    return [_group(name, own, selection) for name, own in by_name.items()]
 
 
-def _group(name: str, rows: Sequence[Row]) -> Group:
+def _group(name: str, rows: Sequence[Row], selection: bool) -> Group:
     timed = [r for r in rows if r.us]
     ratios = [r.best_ratio for r in timed if r.best_ratio]
+    served = [ratio for r in timed if (ratio := _served_ratio(r))] if selection else []
     errors = [r.error for r in timed if r.error is not None]
     return Group(
         name,
@@ -73,4 +96,7 @@ def _group(name: str, rows: Sequence[Row]) -> Group:
         statistics.median(r.us / r.floor_us for r in timed if r.us) if timed else None,
         max(errors, default=None),
         joules_geomean(timed),
+        statistics.geometric_mean(served) if served else None,
+        min(served, default=None),
+        sum(ratio < NEVER_SLOWER for ratio in served) if served else None,
     )

@@ -3,19 +3,21 @@
     weak    every rank has `rows` rows (or as many elements): ideal is the time of one rank alone
     strong  all ranks together have `rows` rows: ideal is that time / ranks
 
-Every grid GM × GK of the ranks is measured with each number of pieces, with each number of local factors that makes other
-phases, and with the last factor in place or not; a row of the result is the quickest of a grid. (n, 1) splits rows and exchanges
-nothing; (1, n) splits columns, which a matrix needs whose rows are too few or too long for one GPU, and pays for it with two
-all-to-alls or more (FastKron's scheme).
+One rank alone is measured before and after each grid: a GPU that grew warm in between is no effect of the grid.
 
-Read first: `measure`, which every rank runs.
+Every grid GM × GK of the ranks is measured with the numbers of pieces and of local factors that are best on paper, each with the
+last factor in place or not; a row of the result is the quickest of a grid. (n, 1) splits rows and exchanges nothing; (1, n)
+splits columns, which a matrix needs whose rows are too few or too long for one GPU, and pays for it with two all-to-alls or more
+(FastKron's scheme).
+
+Read first: `calls` (what is measured), `measure` (which every rank runs).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -24,13 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from kronsched.distributed.choices import Pair, promising
 from kronsched.distributed.comm import counting
-from kronsched.distributed.cost import CHUNKS, Link, plan
+from kronsched.distributed.cost import Link, plan
 from kronsched.distributed.grid import Grid, Shapes, grids, needed_phases
 from kronsched.distributed.kron import kron_matmul
 from kronsched.distributed.measure import Choice, measure_link, measured_choices, time_us
 from kronsched.dtypes import DTYPES
 from kronsched.errors import ArgumentError, choose
+from kronsched.hardware import Device
 from kronsched.nn.functional import kron_matmul as local_product
 from kronsched.workloads.kron import DTYPE_NAMES, parse_factors
 
@@ -56,12 +60,32 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A product to measure: of one rank alone (mode "one") or of all ranks together, in each of the ways `pairs`.
+
+    case: with the rows a rank.  m: rows of all ranks together.  pairs: (local, chunks).
+    """
+
+    case: Case
+    mode: str
+    grid: Grid
+    m: int
+    pairs: tuple[Pair, ...]
+
+    @property
+    def whole(self) -> Case:
+        """The case with the rows of all ranks together."""
+        return replace(self.case, rows=self.m)
+
+
+@dataclass(frozen=True)
 class Row:
     """The quickest call of one grid.
 
-    m: rows of all ranks together.  us: of the slowest rank.  one_us: of one rank alone with `rows` rows.  efficiency: of
-    ideal scaling, 1 is perfect; speed-up is ranks times that.  exchange_bytes: what rank 0 sent, least_bytes: what the grid
-    needs at least.  paper_us: the cost model's time with the measured link, and kernels at the roofline or as logged.
+    m: rows of all ranks together.  us: of the slowest rank.  one_us: of one rank alone with the case's rows (all ranks by
+    themselves at the same time, the slowest; mean of the medians before and after).  efficiency: of ideal scaling, 1 is
+    perfect; speed-up is ranks times that.  exchange_bytes: what rank 0 sent, least_bytes: what the grid needs at least.
+    paper_us: the cost model's time with the measured link, and kernels at the roofline or as logged.
     error: largest difference of checked rows from a float64 reference, relative to its root mean square; None where a row is
     too large to check.  tried: (µs, local, chunks, in_place) of all calls.
     """
@@ -98,6 +122,12 @@ class Row:
         return {**asdict(self), "speedup": self.speedup, "efficiency": self.efficiency}
 
 
+def rows_of(data: Mapping[str, Any]) -> list[Row]:
+    """The rows of a result's JSON that are whole."""
+    names = [f.name for f in fields(Row)]
+    return [Row(**{name: row[name] for name in names}) for row in data["rows"] if all(name in row for name in names)]
+
+
 def case_of(text: str, dtype: str, kind: str) -> Case:
     """A case from "64^4", "128x128^4:8" or "8x4,4x8:100": factors, and after the colon the rows."""
     if dtype not in DTYPE_NAMES:
@@ -127,43 +157,52 @@ def powers(factors: Shapes) -> str:
     return ",".join(f"{p}x{q}" for p, q in listed) + (f"^{len(factors)}" if same and len(factors) > 1 else "")
 
 
-# -- what every rank runs -------------------------------------------------------------------------------
+def calls(
+    cases: Sequence[Case], modes: Sequence[str], ranks: int, chunks: Sequence[int], device: Device, tries: int | None = None
+) -> list[Call]:
+    """What a measurement is made of: of each case first one rank alone, then every mode and grid.
 
-
-def measure(
-    say: Callable[[Any], None],
-    device: torch.device,
-    cases: Sequence[Case],
-    modes: Sequence[str],
-    chunks: Sequence[int] = CHUNKS,
-    repeats: int = 5,
-) -> None:
-    """Measure the cases; `say` gets a `Link` (with more than one rank) and then a `Row` for each case, mode and grid."""
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,))
-    link = None
-    if ranks > 1:
-        sizes = (2**22, 2**28) if device.type == "cuda" else (2**14, 2**22)
-        link = measure_link(mesh, *sizes, repeats=repeats)
-        say(link)
+    tries: how many (local, chunks) of a grid, the best on paper; None is all.
+    """
+    found = []
     for case in cases:
-        one_us = _one_us(case, mesh, device, repeats)
+        found.append(Call(case, "one", Grid(1, 1), case.rows, ((len(case.factors), 1),)))
         for mode in modes:
             m = case.rows * (ranks if mode == "weak" else 1)
             for grid in grids(ranks, case.factors):
                 if grid.rows <= m:
-                    row = _row(replace(case, rows=m), grid, mesh, device, link, chunks, repeats)
-                    say(replace(row, case=case.label, mode=mode, one_us=one_us))
+                    pairs = promising(m, case.factors, grid, case.dtype, device, chunks=chunks, tries=tries)
+                    found.append(Call(case, mode, grid, m, tuple(pairs)))
+    return found
 
 
-def _row(
-    case: Case, grid: Grid, mesh: DeviceMesh, device: torch.device, link: Link | None, chunks: Sequence[int], repeats: int
-) -> Row:
+# -- what every rank runs -------------------------------------------------------------------------------
+
+
+def measure(say: Callable[[Any], None], device: torch.device, asked: Sequence[Call], repeats: int = 5) -> None:
+    """Measure what `calls` lists; `say` gets lines of progress, a `Link` (with more than one rank), and a `Row` a call."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    say(f"{ranks} rank(s) have started")
+    link = None
+    if ranks > 1:
+        sizes = (2**24, 2**31) if device.type == "cuda" else (2**14, 2**22)
+        link = measure_link(mesh, *sizes, repeats=repeats)
+        say(link)
+    for call in asked:
+        if call.mode == "one":
+            say(f"{call.case.label}: one rank alone takes {_one_us(call.case, mesh, device, repeats):.0f} µs")
+        else:
+            before = _one_us(call.case, mesh, device, repeats)
+            row = _row(call, mesh, device, link, repeats)
+            say(replace(row, one_us=(before + _one_us(call.case, mesh, device, repeats)) / 2))
+
+
+def _row(call: Call, mesh: DeviceMesh, device: torch.device, link: Link | None, repeats: int) -> Row:
+    case, grid = call.whole, call.grid
     x, factors = _block(case, grid, device), _matrices(case, device)
     with torch.no_grad():
-        # a grid that exchanges nothing has no pieces to overlap
-        pieces = chunks if grid.columns > 1 else (1,)
-        tried = measured_choices(x, factors, mesh, grid=grid, chunks=pieces, repeats=repeats)
+        tried = measured_choices(x, factors, mesh, grid=grid, pairs=call.pairs, repeats=repeats)
         best: Choice = tried[0]
         with counting() as sent:
             y = kron_matmul(x, factors, mesh, grid=grid, local=best.local, chunks=best.chunks, in_place=best.in_place)
@@ -181,8 +220,8 @@ def _row(
     )
     steps = tuple(s.stop - s.start for s in needed_phases(case.factors, grid, best.local))
     return Row(
-        case=case.label,
-        mode="",
+        case=call.case.label,
+        mode=call.mode,
         ranks=grid.ranks,
         m=case.rows,
         grid=(grid.rows, grid.columns),

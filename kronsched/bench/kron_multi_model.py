@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from kronsched.bench.kron_multi import MODES, Case, case_of
@@ -95,11 +96,14 @@ def link_of(data: Mapping[str, Any]) -> Link:
 
 
 def _cases(data: Mapping[str, Any]) -> dict[str, float]:
-    """The measured time of one rank alone by the label of each case."""
+    """The measured time of one rank alone by the label of each case: the median over its rows, which measure it again."""
     rows = data.get("rows")
     if not isinstance(rows, Sequence) or not rows:
         raise ArgumentError("from: the result has no rows: it must be the JSON of `kronsched bench kron-multi`")
-    return {str(row["case"]): float(row["one_us"]) for row in rows}
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        times.setdefault(str(row["case"]), []).append(float(row["one_us"]))
+    return {case: median(found) for case, found in times.items()}
 
 
 def _case(label: str) -> Case:

@@ -38,7 +38,10 @@ class Results:
             self.rows = read_rows(path, device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            new = not path.exists()
+            path.touch()  # raises where no file can be
+            if new:
+                path.unlink()  # a run that is killed before its first row leaves no empty file
         except OSError as e:
             raise ArgumentError(f"output={str(path)!r} cannot be written: {e.strerror}") from None
 

@@ -6,10 +6,12 @@ Read first: `run_suite`; contest.py for how results are checked and timed, tunin
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kronsched.bench.chains import chains
 from kronsched.bench.contest import Contest, free_bytes, needed_bytes, release
 from kronsched.bench.groups import groups
 from kronsched.bench.peers import peers_for, w4a16_paper
@@ -51,11 +53,13 @@ def run_suite(
     if not device.present:
         raise UnsupportedError(f"target={device.name!r} is not on this machine: nothing can be timed")
     wanted = choose_peers(cases, peers)
+    say(f"{len(cases)} shape(s) on {device.name}: all are built first, then timed one after another")
     device = measure_ceilings(device)
     logs = logs or Logs()
     _prepare(cases, device, wanted, trials, tune_seconds, logs, say)
     rows = []
-    for case in cases:
+    for number, case in enumerate(cases, 1):
+        say(f"[{number}/{len(cases)}] timing {case.workload.label}")
         known = peers_for(case.workload)
         chosen = {name: known[name] for name in wanted if name in known}
         row = row_of(case, device, chosen, lambda workload: load_module(workload, device, logs))
@@ -85,7 +89,8 @@ def summary(suite: str, device: Device, rows: Sequence[Row], peers: Sequence[str
         "geomean": {name: geomean(rows, name) for name in peers},
         "geomean_by_dtype": by_dtype(rows, peers),
         "best_geomean": best_geomean(rows),
-        "groups": [group.to_dict() for group in groups(rows)],
+        "groups": [group.to_dict() for group in groups(rows, device.kind == "cuda")],
+        "chains": [chain.to_dict() for chain in chains(rows)],
         "geomean_published": {name: published_geomean(rows, name) for name in published},
         "ceilings": {
             "bandwidth_gbs": device.bandwidth_gbs,
@@ -143,8 +148,12 @@ def row_of(
     peers: Mapping[str, Peer],
     module_of: Callable[[Workload], TunedModule],
     make_contest: Callable[[Workload, Device], Contest] = Contest,
+    need_bytes: Callable[[Workload, Device], int] = needed_bytes,
 ) -> Row:
-    """Time one case. module_of: our kernel of a workload.  make_contest: who checks and times; see `Contest`."""
+    """Time one case. module_of: our kernel of a workload.  make_contest: who checks and times; see `Contest`.
+
+    need_bytes: memory that must be free for it.
+    """
     workload = case.workload
     floor = floor_us(workload, device)
     by_bytes = workload.min_bytes / (device.bandwidth_gbs * 1e3)
@@ -158,7 +167,7 @@ def row_of(
         published=published,
     )
     try:
-        need, free = needed_bytes(workload, device), free_bytes(device)
+        need, free = need_bytes(workload, device), free_bytes(device)
         if need > free:
             gigabytes = f"needs about {need / 1e9:.1f} GB for tensors, reference and peers; {free / 1e9:.1f} GB are free"
             return blank.but(failure=gigabytes)
@@ -191,14 +200,24 @@ def row_of(
         failure=failure,
         kernel=kernel,
         notes={**contest.notes, **notes},
-        information=tuple(name for name, peer in peers.items() if getattr(peer, "information", False)),
+        information=shown_of(peers),
         joules=contest.joules,
     )
 
 
+def shown_of(peers: Mapping[str, Peer]) -> tuple[str, ...]:
+    """The peers that are shown for information and do not count as the best."""
+    return tuple(name for name, peer in peers.items() if getattr(peer, "information", False))
+
+
 def _kernel(module: TunedModule) -> Kernel:
     how = "tuned" if module.measured else next((w for w in ("predicted", "default") if module.origin.startswith(w)), "elsewhere")
-    return Kernel(how, module.space, module.config, len(module.manifest.launches), module.origin)
+    return Kernel(how, module.space, module.config, len(module.manifest.launches), without_folders(module.origin))
+
+
+def without_folders(origin: str) -> str:
+    """The text with the name of each file in place of its path: results are shown to others, who have other folders."""
+    return re.sub(r"\b(log|export) (?:[^\s,/]*/)+", r"\1 ", origin)
 
 
 def _line(error: BaseException) -> str:

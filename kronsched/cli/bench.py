@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,17 +124,25 @@ def _run(
     if not quick:
         run_suite(cases, device, peers, **tune, progress=progress, say=say)
         return
+    known = dict(known)
     if tune["trials"]:
+        from kronsched.bench.grid_contest import Contests
         from kronsched.bench.grid_tuning import tune_grid
 
+        def keep(row: Row) -> None:
+            known[row.workload.key] = row
+            progress(row)
+
         workloads, limits = [c.workload for c in cases], {"seconds": tune["tune_seconds"], "targets": tune.get("targets")}
-        tune_grid(workloads, device, tune["trials"], tune["logs"], **limits, say=say)
+        tune_grid(
+            workloads, device, tune["trials"], tune["logs"], **limits, contests=Contests(cases, peers, keep, energy), say=say
+        )
     run_grid(
         cases,
         device,
         peers,
         logs=tune["logs"],
-        known=dict(known),
+        known=known,
         seconds=seconds,
         energy=energy,
         progress=progress,
@@ -160,6 +169,7 @@ def _cases(
     if shard is None:
         return name, cases
     number, count = shard
+    random.Random(0).shuffle(cases)  # suites are sorted: every N-th shape of one is no fair part
     return f"{name} {number}/{count}", cases[number - 1 :: count]
 
 
@@ -187,7 +197,8 @@ def _print(name: str, device: Device, rows: Sequence[Row], peers: Sequence[str])
         )
     if len(rows) <= LISTED:
         print_table(f"{name} on {device.name}", columns, table)
-    _print_groups(f"{name} on {device.name}", rows)
+    _print_groups(f"{name} on {device.name}", rows, device.kind == "cuda")
+    _print_chains(f"{name} on {device.name}", rows)
     for text in list(dict.fromkeys(f"{who}: {note}" for row in rows for who, note in row.notes.items()))[: LISTED // 5]:
         click.echo(text)
     if any(row.kernel is not None and row.kernel.launches > 1 for row in rows):
@@ -202,26 +213,42 @@ def _print(name: str, device: Device, rows: Sequence[Row], peers: Sequence[str])
             click.echo(f"slower than {peer}: " + "; ".join(row.workload.label for row in slow[: LISTED // 5]) + more)
 
 
-def _print_groups(title: str, rows: Sequence[Row]) -> None:
+def _print_groups(title: str, rows: Sequence[Row], selection: bool) -> None:
     from kronsched.bench.groups import NEVER_SLOWER, groups
 
-    found = groups(rows)
+    found = groups(rows, selection)
     columns = ["group", "rows", "failed", "best peer / ours", "lowest", f"below {NEVER_SLOWER}", "time / floor", "error"]
-    energy = any(g.joules_geomean for g in found)
-    table = [
-        [
-            g.name,
-            str(g.rows),
-            str(g.failed),
-            *("–" if v is None else f"{v:.3g}×" for v in (g.best_geomean, g.lowest)),
-            str(g.lost),
-            *("–" if v is None else f"{v:.3g}" for v in (g.over_floor, g.error)),
-            *(["–" if g.joules_geomean is None else f"{g.joules_geomean:.3g}"] if energy else []),
-        ]
-        for g in found
-    ]
+    energy, served = any(g.joules_geomean for g in found), any(g.served_geomean for g in found)
+    columns += ["with selection", "lowest", f"below {NEVER_SLOWER}"] if served else []
+    columns += ["joules / best peer's"] if energy else []
+    table = []
+    for g in found:
+        line = [g.name, str(g.rows), str(g.failed), _times(g.best_geomean), _times(g.lowest), str(g.lost)]
+        line += ["–" if v is None else f"{v:.3g}" for v in (g.over_floor, g.error)]
+        if served:
+            lost = "–" if g.served_lost is None else str(g.served_lost)
+            line += [_times(g.served_geomean), _times(g.served_lowest), lost]
+        table.append(line + (["–" if g.joules_geomean is None else f"{g.joules_geomean:.3g}"] if energy else []))
     if rows:
-        print_table(title, [*columns, *(["joules / best peer's"] if energy else [])], table)
+        print_table(title, columns, table)
+
+
+def _print_chains(title: str, rows: Sequence[Row]) -> None:
+    from kronsched.bench.chains import chains
+
+    table = [
+        [c.workload.label, time_text(c.us), str(c.passes), time_text(c.factors_us), _times(c.gain), _times(c.most)]
+        for c in chains(rows)
+    ]
+    if table:
+        print_table(f"{title}: chains", ["chain", "kronsched", "passes", "its factors", "gain", "at most"], table)
+        click.echo(
+            "at most: the factors' floors together / the chain's floor, what one pass gains when all run at their roofline."
+        )
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.3g}×"
 
 
 def _say_mean(peer: str, ratio: float | None) -> None:
@@ -283,7 +310,11 @@ bench = BenchCommand(
         ),
         click.Option(["--limit"], type=click.IntRange(1), default=None, help="Only the first so many shapes."),
         click.Option(
-            ["--shard"], callback=_shard, metavar="I/N", default=None, help="Only every N-th shape, from the I-th: such as 2/8."
+            ["--shard"],
+            callback=_shard,
+            metavar="I/N",
+            default=None,
+            help="Only the I-th of N random parts, such as 2/8; always the same.",
         ),
         click.Option(
             ["--quick/--thorough"],

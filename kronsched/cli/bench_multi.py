@@ -6,6 +6,7 @@ Read first: `BenchCommand` (how `bench` finds it), `_multi`.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import click
 from kronsched.cli.options import json_option
 from kronsched.cli.output import only_json, print_json, print_table, share_text, time_text
 from kronsched.errors import ArgumentError
+from kronsched.hardware import resolve_target
 from kronsched.hardware.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 NAME = "kron-multi"
 CASES = ("64x64^4", "128x128^4")
 """The shapes of FastKron's scaling experiments."""
+_START = time.perf_counter()
 
 
 class BenchCommand(click.Command):
@@ -47,6 +50,7 @@ def _multi(
     dtype: str,
     modes: str,
     chunks: str,
+    tries: int,
     repeats: int,
     timeout_s: float,
     model: str | None,
@@ -66,15 +70,20 @@ def _multi(
         raise ArgumentError(f"output={output!r} cannot be written: there is no folder {str(Path(output).parent)!r}")
     link: Link | None = None
     rows: list[Row] = []
-    arguments = (asked, wanted, pieces, repeats)
+    count = _count(ranks, kind)
+    listed = bench.calls(asked, wanted, count, pieces, resolve_target(kind), tries or None)
+    _note(f"{len(asked)} case(s) with {count} rank(s) of {kind}: {len(listed)} measurements")
     with only_json(as_json):
-        for found in _results(bench.measure, ranks, kind, arguments, timeout_s):
+        for found in _results(bench.measure, count, kind, (listed, repeats), timeout_s):
+            if isinstance(found, str):
+                _note(found)
+                continue
             if isinstance(found, bench.Row):
                 rows.append(found)
-                click.echo(_line(found), err=True)
+                _note(_line(found))
             else:
                 link = found
-                click.echo(f"link: {link.gbs:.4g} GB/s leave each rank, latency {link.latency_us:.3g} µs", err=True)
+                _note(f"link: {link.gbs:.4g} GB/s leave each rank, latency {link.latency_us:.3g} µs")
             if output is not None:
                 Path(output).write_text(json.dumps(_summary(kind, rows, link), indent=1) + "\n", encoding="utf-8")
     if not rows and _quiet_rank():
@@ -90,8 +99,8 @@ def _model(ranks: str | None, measured: str | None, as_json: bool) -> int:
     """The model of scaling instead of a measurement."""
     from dataclasses import asdict
 
+    from kronsched.bench.kron_multi import rows_of
     from kronsched.bench.kron_multi_model import link_of, model
-    from kronsched.hardware import resolve_target
 
     if measured is None:
         raise ArgumentError("model needs from: the JSON that `kronsched bench kron-multi -o` has written")
@@ -107,6 +116,9 @@ def _model(ranks: str | None, measured: str | None, as_json: bool) -> int:
         print_json({"suite": f"{NAME}-model", "device": device.name, "rows": [asdict(row) for row in rows]})
         return 0
     link = link_of(data)
+    if measured_rows := rows_of(data):
+        _print(measured_rows)
+        click.echo()
     table = [
         [
             row.case,
@@ -129,39 +141,41 @@ def _model(ranks: str | None, measured: str | None, as_json: bool) -> int:
     return 0
 
 
-def _results(work: Any, ranks: int | None, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Iterator[Any]:
+def _count(ranks: int | None, kind: str) -> int:
+    """How many ranks there will be, or are under torchrun."""
+    from kronsched.distributed import launch
+
+    if launch.under_torchrun():
+        if ranks is not None:
+            raise ArgumentError("ranks is not allowed under torchrun, which says how many there are")
+        return int(os.environ["WORLD_SIZE"])
+    count = ranks or (launch.usable_ranks(kind) if kind == "cuda" else 2)
+    launch.check_ranks(count, kind)
+    return count
+
+
+def _results(work: Any, ranks: int, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Iterator[Any]:
     """What rank 0 hands out: of new processes, or of this one under torchrun."""
+    from kronsched.bench.kron_multi_kernels import prepare
     from kronsched.distributed import launch
 
     if not launch.under_torchrun():
-        count = ranks or (launch.usable_ranks(kind) if kind == "cuda" else 2)
-        launch.check_ranks(count, kind)
-        _build(arguments, count, kind)
-        yield from launch.run_ranks(work, count, kind, arguments, timeout_s=timeout_s)
+        prepare(arguments[0], resolve_target(kind), _note)  # the ranks then find the kernels in the cache
+        yield from launch.run_ranks(work, ranks, kind, arguments, timeout_s=timeout_s)
         return
-    if ranks is not None:
-        raise ArgumentError("ranks is not allowed under torchrun, which says how many there are")
     found: list[Any] = []
     with launch.joined(kind, timeout_s) as device:
         work(found.append if not _quiet_rank() else lambda _: None, device, *arguments)
     yield from found
 
 
-def _build(arguments: tuple[Any, ...], ranks: int, kind: str) -> None:
-    """All kernels at once; the ranks then find them in the cache."""
-    from kronsched.bench.kron_multi_kernels import prepare
-    from kronsched.hardware import resolve_target
-
-    cases, modes, chunks, _ = arguments
-    begin = time.perf_counter()
-    count = prepare(cases, modes, ranks, chunks, resolve_target(kind))
-    click.echo(f"{count} products prepared in {time.perf_counter() - begin:.1f} s", err=True)
+def _note(text: str) -> None:
+    """A line of progress with the time since the start: a run that is cut off tells where it was."""
+    click.echo(f"{time.perf_counter() - _START:6.1f} s  {text}", err=True)
 
 
 def _quiet_rank() -> bool:
     """Whether this is a rank of torchrun that prints nothing."""
-    import os
-
     from kronsched.distributed.launch import under_torchrun
 
     return under_torchrun() and os.environ["RANK"] != "0"
@@ -170,7 +184,6 @@ def _quiet_rank() -> bool:
 def _kind(device: str) -> str:
     if device not in ("auto", "cuda", "cpu"):
         raise ArgumentError(f"device={device!r} is not allowed: choose one of auto, cuda, cpu")
-    from kronsched.hardware import resolve_target
 
     return resolve_target(device).kind
 
@@ -194,7 +207,6 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _summary(kind: str, rows: list[Row], link: Link | None) -> dict[str, Any]:
-    from kronsched.hardware import resolve_target
     from kronsched.records.schema import versions
 
     measured = None if link is None else {"gbs": link.gbs, "latency_us": link.latency_us}
@@ -234,8 +246,19 @@ def _print(rows: list[Row]) -> None:
             ]
         )
     print_table(f"{NAME} on {rows[0].ranks if rows else 0} rank(s)", columns, table)
+    for (case, mode), best in _best(rows).items():
+        click.echo(f"{case} {mode}: {best.speedup:.3g}× of one rank with {best.ranks}, grid {best.grid[0]}×{best.grid[1]}")
     click.echo("weak: rows per rank as in `case`; strong: these rows over all ranks. one rank: those rows on one rank alone.")
     click.echo("A grid n×1 splits rows and exchanges nothing; with more columns, rows are split too and exchanged in each phase.")
+
+
+def _best(rows: list[Row]) -> dict[tuple[str, str], Row]:
+    """The quickest grid of each case and mode."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = row.case, row.mode
+        found[key] = min(found.get(key, row), row, key=lambda r: r.us)
+    return found
 
 
 kron_multi = click.Command(
@@ -247,6 +270,12 @@ kron_multi = click.Command(
         click.Option(["--dtype"], default="float32", help="[default: float32]"),
         click.Option(["--modes"], default="weak,strong", help="[default: weak,strong]"),
         click.Option(["--chunks"], default="1,2,4,8", help="Numbers of pieces to try. [default: 1,2,4,8]"),
+        click.Option(
+            ["--tries"],
+            type=click.IntRange(0),
+            default=3,
+            help="Ways to split a grid's work that are measured, the best on paper; 0 is all. [default: 3]",
+        ),
         click.Option(["--repeats"], type=click.IntRange(1), default=5, help="Timed calls. [default: 5]"),
         click.Option(["--timeout", "timeout_s"], type=click.FloatRange(1), default=120.0, help="Seconds. [default: 120]"),
         click.Option(["--model"], default=None, metavar="RANKS", help="A model of scaling to so many ranks, such as 16,1024."),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kronsched.cli.keys import key_option, workload_of
 from kronsched.cli.options import FamilyGroup, compiler_option, json_option, target_option
 from kronsched.cli.output import config_text, only_json, print_json
 
@@ -17,12 +18,13 @@ _OUT = click.Option(["-o", "--out"], type=click.Path(), required=True, help="Dir
 _OWN = (_OUT, target_option, compiler_option, json_option)
 
 
-def _emit(what: Workload | str, *, out: str, target: str, compiler: str, as_json: bool) -> int:
+def _emit(what: Workload | str, *, out: str, target: str, compiler: str, as_json: bool, key: str | None = None) -> int:
     from kronsched.runtime.export import emit as run_emit
     from kronsched.runtime.manifest import Manifest
 
     with only_json(as_json):
-        files = [str(path) for path in run_emit(what, out, target, compiler=compiler)]
+        workload = workload_of(what, key) if isinstance(what, str) else None
+        files = [str(path) for path in run_emit(what, out, target, workload=workload, compiler=compiler)]
         manifest = Manifest.load(Path(out))
     if as_json:
         about = {"space": manifest.space, "config": manifest.config, "origin": manifest.origin, "device": manifest.device}
@@ -42,6 +44,6 @@ emit = FamilyGroup(
     "emit",
     _emit,
     _OWN,
-    fallback=click.Command("LOG", params=[click.Argument(["log"], type=click.Path()), *_OWN], callback=_emit_log),
+    fallback=click.Command("LOG", params=[click.Argument(["log"], type=click.Path()), key_option, *_OWN], callback=_emit_log),
     help="Write source, binary and manifest of the best kernel of a log, or of a shape.",
 )

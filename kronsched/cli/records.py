@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kronsched.cli.keys import key_option, only_key, workload_of
 from kronsched.cli.options import compiler_option, json_option
 from kronsched.cli.output import config_text, counts_text, only_json, print_json, print_table, time_text
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 _LOG = click.Argument(["log"], type=click.Path())
 
 
-def _show(*, log: str, top: int, as_json: bool) -> int:
+def _show(*, log: str, key: str | None, top: int, as_json: bool) -> int:
     from kronsched.records import read_log
 
     with only_json(as_json):
-        records = read_log(log)
+        records = only_key(list(read_log(log)), key)
         groups: dict[tuple[str, str], list[TuningRecord]] = {}
         for record in records:
             groups.setdefault((record.workload_key, record.target["name"]), []).append(record)
@@ -31,6 +32,7 @@ def _show(*, log: str, top: int, as_json: bool) -> int:
         return 0
     for group in found:
         title = f"{group['label']} on {group['device']}: {group['records']} records, {counts_text(group['statuses'])}"
+        title += f", key {group['key']}"
         rows = [[time_text(r["median_us"]), r["space"], config_text(r["config"]), r["timestamp"]] for r in group["best"]]
         print_table(title, ["time", "space", "config", "when"], rows)
     return 0
@@ -41,6 +43,7 @@ def _describe(records: list[TuningRecord], top: int) -> dict[str, Any]:
     best = sorted((r for r in records if r.ok), key=lambda r: r.median_us or 0.0)[:top]
     return {
         "workload": records[0].workload,
+        "key": records[0].workload_key,
         "label": _label(records[0]),
         "device": records[0].target["name"],
         "records": len(records),
@@ -70,14 +73,15 @@ def _label(record: TuningRecord) -> str:
         return config_text(record.workload)
 
 
-def _replay(*, log: str, measure: bool, verify: bool, best: bool, compiler: str, as_json: bool) -> int:
+def _replay(*, log: str, key: str | None, measure: bool, verify: bool, best: bool, compiler: str, as_json: bool) -> int:
     from kronsched.records.replay import replay as run_replay
 
     def say(result: ReplayResult) -> None:
         click.echo(f"{result.status}: {_label(result.record)} {config_text(result.record.config)}", err=True)
 
     with only_json(as_json):
-        results = run_replay(log, measure=measure, verify=verify, best=best, compiler=compiler, progress=say)
+        workload = workload_of(log, key)
+        results = run_replay(log, workload=workload, measure=measure, verify=verify, best=best, compiler=compiler, progress=say)
     counts = Counter(r.status for r in results)
     if as_json:
         print_json({"log": log, "counts": dict(counts), "results": [r.to_dict() for r in results]})
@@ -94,7 +98,13 @@ def _replay(*, log: str, measure: bool, verify: bool, best: bool, compiler: str,
             for r in results
         ]
         print_table(f"{log}: {counts_text(counts)}", ["status", "workload", "recorded", "now", "ratio", "note"], rows)
-    # A record that could not be checked here is no failure; one that does not hold is.
+    if results and all(r.status == "skipped" for r in results):
+        why = "; ".join(dict.fromkeys(r.error for r in results if r.error))
+        click.echo(
+            f"kronsched: all {len(results)} record(s) were skipped, what was asked could not be checked here: {why}", err=True
+        )
+        return 1
+    # Beside others, a record that could not be checked here is no failure; one that does not hold is.
     return 0 if all(r.status in ("reproduced", "skipped") for r in results) and results else 1
 
 
@@ -126,6 +136,7 @@ show = click.Command(
     "show",
     params=[
         _LOG,
+        key_option,
         click.Option(["--top"], type=click.IntRange(1), default=10, help="Fastest records to list a workload. [default: 10]"),
         json_option,
     ],
@@ -136,6 +147,7 @@ replay = click.Command(
     "replay",
     params=[
         _LOG,
+        key_option,
         click.Option(["--measure"], is_flag=True, help="Time each record again and compare."),
         click.Option(["--verify"], is_flag=True, help="Check each record's result against the reference."),
         click.Option(["--best"], is_flag=True, help="Only the fastest record of each workload and device."),

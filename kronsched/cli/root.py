@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 import kronsched
+from kronsched.cli.ablate import ablate
 from kronsched.cli.bench import bench
 from kronsched.cli.compare import compare
 from kronsched.cli.doctor import doctor
@@ -24,6 +25,7 @@ from kronsched.cli.space import space
 from kronsched.cli.strategies import strategies
 from kronsched.cli.train import train
 from kronsched.cli.tune import tune
+from kronsched.cli.versus import versus
 from kronsched.cli.worker import worker
 from kronsched.errors import KronschedError, UserError
 
@@ -43,6 +45,8 @@ def cli(plugins: tuple[str, ...], debug: bool) -> None:
 for _command in (tune, replay, show, space, emit, bench, report, compare, thin, simulate, strategies, train, worker, doctor):
     cli.add_command(_command)
 cli.add_command(select)
+cli.add_command(versus)
+cli.add_command(ablate)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

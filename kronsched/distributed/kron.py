@@ -74,11 +74,15 @@ def kron_matmul(
     left = stands(steps, chosen, in_place)
     if verify or (verify is None and x_shard.device.type == "cpu"):
         _compare(x_shard, factors, mesh, chosen, (steps, chunks, left))
+    learned = torch.is_grad_enabled() and any(f.requires_grad for f in factors)
+    alone = chosen.columns == 1 and len(steps) == 1
+    if alone and not learned:  # nothing is exchanged, forward or backward
+        return local_product(x_shard, factors)
     groups = comm.grid_groups(mesh, chosen, x_shard.device)
     shared: Sequence[Tensor] = factors
-    if torch.is_grad_enabled() and any(f.requires_grad for f in factors):
+    if learned:
         shared = Shared.apply(groups, *factors)  # type: ignore[no-untyped-call]
-    if chosen.columns == 1 and len(steps) == 1:
+    if alone:
         return local_product(x_shard, shared)
     return pipeline(x_shard, shared, steps, groups, min(chunks, max(1, x_shard.shape[0])), left)
 

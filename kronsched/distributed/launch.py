@@ -2,6 +2,7 @@
 
     parent ── spawn ──► rank 0 … rank n−1 ── results through a pipe of rank 0 ──► parent
              a rank ends with an error, or dies: the others get `GRACE_S` for an error of their own and are then killed
+             the parent ends, or is killed: so are the ranks
 
 Read first: `run_ranks`.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 from kronsched.distributed.comm import CommunicationError
 from kronsched.errors import ArgumentError, KronschedError
-from kronsched.measure.pools import describe_exit
+from kronsched.measure.pools import describe_exit, die_with
 
 GRACE_S = 5.0
 """What the other ranks get to report errors of their own, after one has failed."""
@@ -63,7 +64,7 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="kronsched-ranks-") as folder:
         mine, theirs = context.Pipe(duplex=False)
-        todo = (work, ranks, kind, tuple(arguments), timeout_s, folder)
+        todo = (work, ranks, kind, tuple(arguments), timeout_s, folder, os.getpid())
         started = [context.Process(target=_rank, args=(r, theirs if r == 0 else None, *todo), daemon=True) for r in range(ranks)]
         try:
             for process in started:
@@ -116,8 +117,10 @@ def _rank(
     arguments: tuple[Any, ...],
     timeout_s: float,
     folder: str,
+    parent: int,
 ) -> None:
     """One rank. It ends without closing the process group when something failed: that could wait for the others."""
+    die_with(parent)  # else a launcher that is killed leaves ranks behind, which hold its GPUs and its terminal
     try:
         with joined(kind, timeout_s, rank, ranks, (Path(folder) / "meeting_point").as_uri()) as device:
             work(pipe.send if pipe is not None else lambda _: None, device, *arguments)

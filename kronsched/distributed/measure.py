@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -17,12 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kronsched.distributed.choices import Pair, distinct_pairs
 from kronsched.distributed.comm import everyone, finish
 from kronsched.distributed.cost import CHUNKS, Link
 from kronsched.distributed.grid import Grid, phases, positive
 from kronsched.distributed.kron import kron_matmul
 from kronsched.distributed.pipeline import ways
 from kronsched.errors import ArgumentError
+
+IN_A_ROW = 3
+"""Calls of one timing on a GPU."""
 
 
 def measure_link(mesh: DeviceMesh, small: int = 2**22, large: int = 2**28, repeats: int = 5) -> Link:
@@ -65,22 +68,24 @@ def measured_choices(
     *,
     grid: Grid | tuple[int, int] | None = None,
     chunks: Sequence[int] = CHUNKS,
+    pairs: Sequence[Pair] | None = None,
     repeats: int = 5,
 ) -> list[Choice]:
     """The options of `kron_matmul` for these arguments, quickest first.
 
     Measured are every number of local factors that makes other phases, every number of chunks, and `in_place` where it can be.
+    pairs: the (local, chunks) to measure instead, such as those of `promising`.
     grid: as in `kron_matmul`. Forward only; call it on every rank.
     """
+    shapes = tuple((int(f.shape[0]), int(f.shape[-1])) for f in factors)
+    columns = max(1, prod(p for p, _ in shapes) // max(1, x_shard.shape[-1]))
+    asked = distinct_pairs(shapes, columns, chunks) if pairs is None else list(pairs)
+    local, count = asked[0] if asked else (None, 1)
     with torch.no_grad():
-        kron_matmul(x_shard, factors, mesh, grid=grid)  # checks the arguments
-    shapes = tuple((int(f.shape[0]), int(f.shape[1])) for f in factors)
-    columns = prod(p for p, _ in shapes) // x_shard.shape[1]
-    least = len(shapes) if columns == 1 else 1  # without an exchange nothing is gained by several phases
-    distinct = {phases(shapes, columns, local): local for local in range(len(shapes), least - 1, -1)}
+        kron_matmul(x_shard, factors, mesh, grid=grid, local=local, chunks=count)  # checks the arguments
     group, found = everyone(mesh, x_shard.device), []
-    for steps, local in distinct.items():
-        for count, left in product(chunks, ways(steps, columns)) if steps is not None else ():
+    for local, count in asked:
+        for left in ways(phases(shapes, columns, local) or (), columns):
             options = {"grid": grid, "local": local, "chunks": count, "in_place": left, "verify": False}
 
             def call(options: Any = options) -> Tensor:
@@ -107,8 +112,9 @@ def _time_us(call: Callable[[], Any], repeats: int, group: Any, device: torch.de
     call()  # kernels are built, connections made
     finish(device)
     times = []
+    own = [device.index] if device.type == "cuda" and device.index is not None else None
     for _ in range(positive("repeats", repeats)):
-        dist.barrier(group)
+        dist.barrier(group, device_ids=own)
         times.append(_once_us(call, device))
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
@@ -116,14 +122,18 @@ def _time_us(call: Callable[[], Any], repeats: int, group: Any, device: torch.de
 
 
 def _once_us(call: Callable[[], Any], device: torch.device) -> float:
-    """Microseconds of one call: by the stream's clock on a GPU, else by the wall's."""
+    """Microseconds of one call: by the stream's clock on a GPU, else by the wall's.
+
+    On a GPU calls follow each other as in a loop over batches, so that the host's work for one is hidden behind the one before.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e6
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     first.record()
-    call()
+    for _ in range(IN_A_ROW):
+        call()
     last.record()
     finish(device)
-    return 1e3 * float(first.elapsed_time(last))
+    return 1e3 * float(first.elapsed_time(last)) / IN_A_ROW

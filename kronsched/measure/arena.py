@@ -105,7 +105,18 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     import torch
 
     x, y = a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
-    return all(torch.equal(x[i : i + COMPARE_BYTES], y[i : i + COMPARE_BYTES]) for i in range(0, x.numel(), COMPARE_BYTES))
+    words = x.numel() - x.numel() % 8
+    # A GPU compares words of 8 bytes several times as fast as bytes.
+    if words and not any(n % 8 for t in (x, y) for n in (t.data_ptr(), t.storage_offset())):
+        return _equal(x[:words].view(torch.int64), y[:words].view(torch.int64)) and _equal(x[words:], y[words:])
+    return _equal(x, y)
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    import torch
+
+    step = COMPARE_BYTES // x.element_size()
+    return all(torch.equal(x[i : i + step], y[i : i + step]) for i in range(0, x.numel(), step))
 
 
 def _round_up(n: int) -> int:

@@ -90,14 +90,19 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
-def _start_worker(parent: int, log: str, set_up: Callable[[], None]) -> None:
-    """First thing in a new worker."""
-    # Pebble's handler is Python code, which does not run while a kernel loops for ever.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def die_with(parent: int) -> None:
+    """From now on, on Linux, this process is killed when the thread that started it ends, however it does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:  # it died before prctl
             os._exit(1)
+
+
+def _start_worker(parent: int, log: str, set_up: Callable[[], None]) -> None:
+    """First thing in a new worker."""
+    # Pebble's handler is Python code, which does not run while a kernel loops for ever.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with(parent)
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file takes long, and crashes are expected here
     # `--json` promises that nothing but the result is on stdout, and crash messages belong to a candidate.

@@ -139,7 +139,7 @@ def prepare(session: Session, which: int) -> int:
 
     Raises what the workload's `make_inputs` or `reference` raises. Not part of any candidate's time-out.
     """
-    bench = _bench(session)
+    bench = bench_of(session)
     with bench.stream():
         bench.problem(which)
         bench.arena()
@@ -156,7 +156,7 @@ def run(session: Session, artefact: str, which: int) -> Ran:
     from kronsched.runtime.executable import load_executable
 
     start = time.perf_counter()
-    bench = _bench(session)
+    bench = bench_of(session)
     with bench.stream():
         try:
             executable = load_executable(Path(artefact), session.device.index)
@@ -316,7 +316,8 @@ _benches: dict[str, Bench] = {}
 """The one bench of this runner process. Lives here because a pool's tasks share nothing but their process."""
 
 
-def _bench(session: Session) -> Bench:
+def bench_of(session: Session) -> Bench:
+    """What this process keeps for a session, made anew when the last one was for another."""
     key = f"{session.workload.key} {session.device.torch_device} {session.seed}"
     if key not in _benches:
         _benches.clear()  # a runner serves one workload after another: the tensors of the last one go first

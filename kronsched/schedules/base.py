@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from kronsched.space import Config, SearchSpace
@@ -39,12 +39,14 @@ class Launch:
 class Scheduled:
     """A scheduled program: functions, the order in which to call them, and the scratch they need.
 
-    The buffers of each PrimFunc are named like the entries of its `Launch.args`, in the same order.
+    The buffers of each PrimFunc are named like the entries of its `Launch.args`, in the same order.  pass_config: options
+    of TVM's passes that a CUDA program is to be lowered with.
     """
 
     mod: tvm.IRModule
     launches: tuple[Launch, ...]
     scratch: tuple[TensorSpec, ...] = ()
+    pass_config: Mapping[str, bool | int] = field(default_factory=dict)
 
 
 class Schedule(abc.ABC):

@@ -3,6 +3,9 @@
     pack      weights (a, b, c, d) → fragment order, zeros beyond them    (ks_pack.py; not where blocks gather: ks_gather.py)
     multiply  tiles of X against slices of weights → Y                    (ks_mma_kernel.py, ks_last_kernel.py, ks_last_wgmma.py)
 
+`KSCudaSorted`, for large d, sorts X (batch, a, c, d) into (batch, a·d, c) before the product, which is one of the pattern
+(a·d, b, c, 1), and merges Y behind it (ks_sort.py): three trips through memory, but full rows and large tiles of j.
+
 A fused chain is these launches one behind the other, each overlapping the next: factors do not share a kernel. In bytes that
 could save the intermediate's trips, at most 1.25× to 1.4× for the chains of a ViT-S/16; in 16-bit types it fits in L2 anyway.
 
@@ -15,19 +18,20 @@ import abc
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES
 from kronsched.schedules import ks_last_plan, ks_mma_plan
-from kronsched.schedules.base import Schedule, Scheduled
+from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.schedules.ks_last_plan import LastPlan, plan_last
 from kronsched.schedules.ks_mma_cost import Plan
 from kronsched.schedules.ks_mma_limits import can_overlap, sm_number
 from kronsched.schedules.ks_mma_plan import MmaPlan, plan_mma
 from kronsched.schedules.ks_mma_space import canonical_config, fitting_knobs, least_predicted, mma_features
-from kronsched.schedules.ks_pack import Packing, pack_kernel
+from kronsched.schedules.ks_pack import Packing, of_slices, pack_kernel
 from kronsched.schedules.ks_parts import checked_space, factor_tensors, launch_of, renamed
+from kronsched.schedules.ks_sort import pays, sort_kernel, sort_us
 from kronsched.space import Config, SearchSpace, load_knobs
 from kronsched.workloads.base import TensorSpec, Workload
 from kronsched.workloads.ks import KSMatmul, Pattern
@@ -44,6 +48,8 @@ class KSTensorCore(Schedule):
     layout: ClassVar[str]
     few: ClassVar[Mapping[str, tuple[Any, ...]]]
     """Values of each knob among which the default config is chosen."""
+    sorts: ClassVar[bool] = False
+    """Whether launches sort X into slices before each product, and merge Y behind it."""
 
     @abc.abstractmethod
     def plan(self, workload: KSMatmul, pattern: Pattern, config: Config, device: Device) -> Plan:
@@ -107,24 +113,39 @@ class KSTensorCore(Schedule):
         import tvm
 
         assert isinstance(workload, KSMatmul)
-        plans, overlap = self.plans(workload, device, config), can_overlap(device)
-        funcs, packings, products, scratch = {}, [], [], []
-        for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, workload.dtype), strict=True)):
+        plans, overlap, dtype = self.plans(workload, device, config), can_overlap(device), workload.dtype
+        funcs: dict[str, Any] = {}
+        packings: list[Launch] = []
+        products: list[Launch] = []
+        scratch: list[TensorSpec] = []
+
+        def add(launches: list[Launch], name: str, func: Any, *tensors: TensorSpec) -> None:
+            funcs[name] = renamed(func, *tensors).with_attr("global_symbol", name)
+            launches.append(replace(launch_of(name, *tensors), overlap=overlap))
+
+        for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, dtype), strict=True)):
             source, weight, target = tensors
-            last, packing = i == len(plans) - 1, self.packing(plan)
+            pattern, packing = workload.patterns[i], self.packing(plan)
+            if self.sorts:
+                packing = of_slices(packing, pattern[3])
+            scratch += [] if i == len(plans) - 1 else [target]
             if overlap:
-                plan = replace(plan, after="factor" if i else "any" if plan.gather else "packing")
+                plan = replace(plan, after="factor" if i or self.sorts else "any" if plan.gather else "packing")
             if not plan.gather:
-                packed, name = TensorSpec(f"p{i}", (plan.weight_elements,), workload.dtype), f"ks_pack_{i}"
-                pack = pack_kernel(plan.pattern, workload.dtype, plan.weight_elements, packing, early=overlap, follows=i > 0)
-                funcs[name] = renamed(pack, weight, packed).with_attr("global_symbol", name)
-                packings.append(replace(launch_of(name, weight, packed), overlap=overlap))
+                packed = TensorSpec(f"p{i}", (plan.weight_elements,), dtype)
+                pack = pack_kernel(pattern, dtype, plan.weight_elements, packing, early=overlap, follows=i > 0)
+                add(packings, f"ks_pack_{i}", pack, weight, packed)
                 scratch.append(packed)
                 weight = packed
-            scratch += [] if last else [target]
-            name, args = f"ks_{i}", (source, weight, target)
-            funcs[name] = renamed(self.kernel(plan, packing), *args).with_attr("global_symbol", name)
-            products.append(replace(launch_of(name, *args), overlap=overlap))
+            if not self.sorts:
+                add(products, f"ks_{i}", self.kernel(plan, packing), source, weight, target)
+                continue
+            a, b, c, d = pattern
+            x, y = (TensorSpec(f"{name}{i}", (prod(of.shape),), dtype) for name, of in (("s", source), ("m", target)))
+            scratch += [x, y]
+            add(products, f"ks_sort_{i}", sort_kernel(workload.batch * a, c, d, dtype, merge=False, early=overlap), source, x)
+            add(products, f"ks_{i}", self.kernel(plan, packing), x, weight, y)
+            add(products, f"ks_merge_{i}", sort_kernel(workload.batch * a, b, d, dtype, merge=True, early=overlap), y, target)
         return Scheduled(tvm.IRModule(funcs), (*packings, *products), tuple(scratch))
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
@@ -143,7 +164,7 @@ class KSCudaMma(KSTensorCore):
     name: ClassVar[str] = "ks_cuda_mma"
     layout: ClassVar[str] = "batch_first"
     few: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mt": (1, 2), "warps_m": (2, 4, 8), "warps_j": (1, 2), "warps_l": (1, 2), "pairs": (1, 2, 4), "lunits": (1, 2),
+        "mt": (1, 2), "warps_m": (2, 4, 8), "warps_j": (1, 2), "warps_l": (1, 2), "pairs": (1, 2, 3, 4), "lunits": (1, 2),
         "ksteps": (1, 2, 4), "stages": (3,), "groups": (1,), "weights": ("resident", "stream", "gather"), "store": ("staged",),
         "min_blocks": (1, 2), "waves": (1,), "mma": ("sync", "wgmma"),
     }  # fmt: skip
@@ -182,13 +203,56 @@ class KSCudaMma(KSTensorCore):
         }  # fmt: skip
 
 
+class KSCudaSorted(KSCudaMma):
+    """Tensor-core schedule for KSMatmul in layout batch_first with d > 1: products of sorted slices."""
+
+    name: ClassVar[str] = "ks_cuda_sorted"
+    few: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "mt": (1, 2), "warps_m": (4, 8), "warps_j": (1, 2), "pairs": (4, 6, 8), "ksteps": (2, 4), "stages": (3,), "groups": (1,),
+        "weights": ("resident", "stream"), "store": ("direct", "staged"), "min_blocks": (1, 2), "waves": (1,),
+        "mma": ("sync", "wgmma"),
+    }  # fmt: skip
+    sorts: ClassVar[bool] = True
+    untuned_share: ClassVar[float] = 0.3
+
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """As the base class says; and float32, d > 1, rows of a slice that are whole 16 bytes, blocks that are large enough."""
+        assert isinstance(workload, KSMatmul)
+        reason = super().supports(workload, device)
+        if workload.dtype != "float32":
+            return f"{workload.dtype} is not served: float32 is"
+        per16 = 16 // DTYPES[workload.dtype].itemsize
+        for pattern in workload.patterns if reason is None else ():
+            _, b, c, d = pattern
+            if d == 1:
+                return f"pattern {pattern}: with d = 1 there is nothing to sort"
+            odd = [n for n in (b, c) if n % per16]
+            if odd:
+                return f"pattern {pattern}: rows of {odd[0]} {workload.dtype} are not whole 16 bytes"
+            if not pays(pattern, workload.dtype):
+                return f"pattern {pattern}: blocks are too small for sorting to pay"
+        return reason
+
+    def plan(self, workload: KSMatmul, pattern: Pattern, config: Config, device: Device) -> Plan:
+        """See the base class; a plan of sorted slices."""
+        a, b, c, d = pattern
+        return plan_mma(workload, (a * d, b, c, 1), {**config, "lunits": 1, "warps_l": 1}, device)
+
+    def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
+        """As the base class says, the copies included."""
+        assert isinstance(workload, KSMatmul)
+        found = super().features(workload, config, device)
+        us = sum(sort_us(workload, pattern, device) for pattern in workload.patterns)
+        return {**found, "copies_us": us, "predicted_us": found["predicted_us"] + us}
+
+
 class KSCudaMmaLast(KSTensorCore):
     """Tensor-core schedule for KSMatmul in layout batch_last."""
 
     name: ClassVar[str] = "ks_cuda_mma_last"
     layout: ClassVar[str] = "batch_last"
     few: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "mj": (1, 2, 4, 8), "units": (1, 2), "warps_j": (1, 2, 4), "warps_n": (1, 2, 4, 8), "ksteps": (2, 4), "stages": (3,),
+        "mj": (1, 2, 4, 6, 8), "units": (1, 2), "warps_j": (1, 2, 4), "warps_n": (1, 2, 4, 8), "ksteps": (2, 4), "stages": (3,),
         "weights": ("resident", "stream", "gather"), "min_blocks": (1, 2), "waves": (1,), "mma": ("sync", "wgmma"),
         "vector": (8, 16),
     }  # fmt: skip

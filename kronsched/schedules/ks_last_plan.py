@@ -22,7 +22,8 @@ from math import ceil, gcd
 from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
-from kronsched.schedules.ks_mma_limits import LANES, check_limits, check_warps, check_wgmma
+from kronsched.errors import InvalidConfig
+from kronsched.schedules.ks_mma_limits import FRESH_OTHER, LANES, check_limits, check_warps, check_wgmma, form_of
 from kronsched.schedules.ks_mma_plan import LONG_SUM, SMALL_OPERAND
 from kronsched.space import Config
 from kronsched.workloads.ks import KSMatmul, Pattern
@@ -183,13 +184,23 @@ class LastPlan:
         return self.wgmma and self.two_sums
 
     @cached_property
+    def fresh_form(self) -> tuple[int, int]:
+        """See `form_of`."""
+        return form_of(self.ks // self.k_step, self.threads * self.min_blocks, self._fresh_registers)
+
+    def _fresh_registers(self, steps: int, sets: int) -> int:
+        loaded = self.units * self.own * self.vector // 4
+        return self.sums + sets * self.mj * 8 + steps * (loaded + 16) + FRESH_OTHER
+
+    @cached_property
     def registers(self) -> int:
         """An estimate of the registers of a thread."""
+        if self.fresh:
+            return self._fresh_registers(*self.fresh_form)
         held = self.units * 2 * self.lane_n * self.buffers if self.wgmma else 4 * self.mj
         loaded = self.vector // 4 * self.own * (self.units if self.wgmma else 1)
         operands = held * (2 if self.item == 4 else 1) + loaded
-        short = self.mj * 8 if self.fresh else self.sums
-        return self.sums + (short if self.two_sums else 0) + operands + _OTHER_REGISTERS
+        return self.sums * (2 if self.two_sums else 1) + operands + _OTHER_REGISTERS
 
 
 def plan_last(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> LastPlan:
@@ -218,10 +229,20 @@ def plan_last(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> 
     )
     check_wgmma(wgmma, plan.warps_n, device)
     check_limits(plan, device)
+    _check_seen_right(plan)
     blocks = device.units * plan.min_blocks * int(config["waves"])
     plan = replace(plan, grid_tiles=min(plan.tiles, max(1, blocks // plan.slice_count)))
     check_warps(plan, plan.slice_count * plan.grid_tiles, device)
     return plan
+
+
+def _check_seen_right(p: LastPlan) -> None:
+    """Raise InvalidConfig for a kind of kernel of which 10 of 45 builds of NVRTC 13.0 were wrong on an H200 (error 3 to 4).
+
+    The cause is not known: the others of the kind, and all kernels of other kinds, were right in the same run.
+    """
+    if p.fresh and p.fresh_form == (2, 1) and p.mj == 6 and p.ks == 4 * p.k_step and not p.stream:
+        raise InvalidConfig("mj=6, ksteps=4: float32 products of wgmma with weights that stay in shared memory were seen wrong")
 
 
 # -- index maps: plain arithmetic, on ints or TVM expressions ---------------------------------------------

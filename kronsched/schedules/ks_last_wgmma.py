@@ -39,6 +39,10 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
     V, VW, NV = E // 2, p.vector // 4, 8 * MJ  # instructions of a unit, words of a lane's load, sums of an instruction
     product, pack = WGMMA.format(n=16 * MJ, k=p.k_step, kind=KIND[DT]), PACK.get(DT, "")
     AHEAD, AB, NA = p.ahead, p.buffers, U * V * 4  # operands A that are held, words of one
+    FK, SETS = p.fresh_form if fresh else (1, 1)
+    UV, RAW = U * V, U * Q * VW  # instructions along the samples, words of a lane's loads
+    NF = KT // FK * UV  # products of a chunk that start new sums
+    AW = 2 * FK * 4 if fresh else AB * NA
     tail = () if wide else (0,)  # operand B is K-major
     LOW, BLOCK = JB * p.k_step * ITEM // 16, JB * p.k_step * ITEM // 16 * p.parts  # in 16 bytes, as the descriptor counts
     copy_x = f"cp.async.{'cg' if CB == 16 else 'ca'}.shared.global"
@@ -72,11 +76,11 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
         g: T.let = lane // 4
         t: T.let = lane % 4
         smem = T.alloc_buffer((p.shared_words,), "uint32", scope="shared.dyn", align=128)
-        acc = T.alloc_local([NV if fresh else NSUM], "float32")
+        acc = T.alloc_local([SETS * NV if fresh else NSUM], "float32")
         tot = T.alloc_local([NSUM if fresh else 1], "float32")
-        raw = T.alloc_local([U * Q * VW], "uint32")
-        A = T.alloc_local([AB * NA], "uint32")
-        Al = T.alloc_local([AB * NA if wide else 1], "uint32")
+        raw = T.alloc_local([FK * RAW], "uint32")
+        A = T.alloc_local([AW], "uint32")
+        Al = T.alloc_local([AW if wide else 1], "uint32")
         ow = T.alloc_local([VW], "uint32")
         desc = T.alloc_local([1], "uint64")
 
@@ -119,40 +123,38 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
                     copy_weights(at + WO, kc, WC // 4)
 
         @T.inline
-        def load_samples(at, kt):
+        def load_samples(at, kt, to):
             for un in T.unroll(U):
                 for q in T.unroll(Q):
                     T.ptx[load](
-                        *[raw[(un * Q + q) * VW + z] for z in range(VW)],
+                        *[raw[to + (un * Q + q) * VW + z] for z in range(VW)],
                         smem.ptr_to([at + (kt * p.k_step + q * 4 + t) * PITCH + ((wn * U + un) * 8 + g) * VW]),
                     )
 
         @T.inline
-        def operands(to_a):
+        def operand(to_a, un, v, of):
             """Sample 2v + h of a lane is row half h of instruction v."""
-            for un in T.unroll(U):
-                for v in T.unroll(V):
-                    for h in T.unroll(2):
-                        for q in T.unroll(2):
-                            to = T.meta_var(to_a + (un * V + v) * 4 + q * 2 + h)
-                            if wide:
-                                A[to] = high_part(raw[(un * Q + q) * VW + v * 2 + h])
-                                Al[to] = low_part(raw[(un * Q + q) * VW + v * 2 + h], A[to])
-                            else:
-                                T.ptx["prmt.b32"](
-                                    A[to],
-                                    raw[(un * Q + 2 * q) * VW + v],
-                                    raw[(un * Q + 2 * q + 1) * VW + v],
-                                    half_selector(h, h),
-                                )
+            for h in T.unroll(2):
+                for q in T.unroll(2):
+                    to = T.meta_var(to_a + q * 2 + h)
+                    if wide:
+                        A[to] = high_part(raw[of + (un * Q + q) * VW + v * 2 + h])
+                        Al[to] = low_part(raw[of + (un * Q + q) * VW + v * 2 + h], A[to])
+                    else:
+                        T.ptx["prmt.b32"](
+                            A[to],
+                            raw[of + (un * Q + 2 * q) * VW + v],
+                            raw[of + (un * Q + 2 * q + 1) * VW + v],
+                            half_selector(h, h),
+                        )
 
         @T.inline
-        def warpgroup_product(left, from_a, weights, uv, more):
+        def warpgroup_product(left, from_a, weights, more, to):
             T.ptx[product](
-                *[acc[(0 if fresh else uv * NV) + r] for r in range(NV)],
-                *[left[from_a + uv * 4 + r] for r in range(4)],
+                *[acc[to + r] for r in range(NV)],
+                *[left[from_a + r] for r in range(4)],
                 desc[0] + T.Cast("uint64", weights),
-                T.bool(more),
+                more,
                 1,
                 1,
                 *tail,
@@ -164,23 +166,53 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
             a0 = T.meta_var(kt % AB * NA)
             if AB == 1:
                 T.ptx.wgmma.wait_group.sync.aligned(0)  # operand A is free again
-            operands(a0)
+            for un in T.unroll(U):
+                for v in T.unroll(V):
+                    operand(a0 + (un * V + v) * 4, un, v, 0)
             T.ptx.wgmma.fence.sync.aligned()
-            for uv in T.unroll(U * V):
+            for uv in T.unroll(UV):
                 if wide:
-                    warpgroup_product(A, a0, start + LOW, uv, not fresh)
-                    warpgroup_product(Al, a0, start, uv, True)
-                warpgroup_product(A, a0, start, uv, True)
-                if fresh:
-                    T.ptx.wgmma.commit_group.sync.aligned()
-                    T.ptx.wgmma.wait_group.sync.aligned(0)
-                    for r in T.unroll(NV):
-                        tot[uv * NV + r] = tot[uv * NV + r] + acc[r]
-                    T.ptx.wgmma.fence.sync.aligned()
-            if not fresh:
-                T.ptx.wgmma.commit_group.sync.aligned()
+                    warpgroup_product(A, a0 + uv * 4, start + LOW, T.bool(True), uv * NV)
+                    warpgroup_product(Al, a0 + uv * 4, start, T.bool(True), uv * NV)
+                warpgroup_product(A, a0 + uv * 4, start, T.bool(True), uv * NV)
+            T.ptx.wgmma.commit_group.sync.aligned()
             if AB == 2:
                 T.ptx.wgmma.wait_group.sync.aligned(1)  # the other operand A is free again
+
+        @T.inline
+        def fresh_product(weights, kt, z):
+            T.ptx.wgmma.fence.sync.aligned()
+            for s in T.unroll(FK):
+                start: T.let = weights // 4 + (kt + s) * BLOCK + wj * MJ * LANES
+                a0 = T.meta_var((z % 2 * FK + s) * 4)
+                warpgroup_product(A, a0, start + LOW, s > 0, z % SETS * NV)
+                warpgroup_product(Al, a0, start, T.bool(True), z % SETS * NV)
+                warpgroup_product(A, a0, start, T.bool(True), z % SETS * NV)
+            T.ptx.wgmma.commit_group.sync.aligned()
+
+        @T.inline
+        def add_fresh(z):
+            for r in T.unroll(NV):
+                tot[z % UV * NV + r] = tot[z % UV * NV + r] + acc[z % SETS * NV + r]
+
+        @T.inline
+        def multiply_fresh(weights, at):
+            """One instruction along the samples after another; see ks_mma_kernel.py."""
+            for z in T.unroll(NF):
+                if z % UV == 0:
+                    for s in T.unroll(FK):
+                        load_samples(at, z // UV * FK + s, s * RAW)
+                for s in T.unroll(FK):
+                    operand((z % 2 * FK + s) * 4, z % UV // V, z % V, s * RAW)
+                if SETS == 1 and z > 0:
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    add_fresh(z - 1)
+                fresh_product(weights, z // UV * FK, z)
+                if SETS == 2 and z > 0:
+                    T.ptx.wgmma.wait_group.sync.aligned(1)
+                    add_fresh(z - 1)
+            T.ptx.wgmma.wait_group.sync.aligned(0)
+            add_fresh(NF - 1)
 
         @T.inline
         def store(sums, tile, un, j8, column):
@@ -239,9 +271,12 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
                 T.cuda.cta_sync()
                 issue(it + AHEAD)
                 T.ptx.cp.async_.commit_group()
-                for kt in T.unroll(KT):
-                    load_samples(at, kt)
-                    multiply(at + WO if stream else kc * WC, kt)
+                if fresh:
+                    multiply_fresh(at + WO if stream else kc * WC, at)
+                else:
+                    for kt in T.unroll(KT):
+                        load_samples(at, kt, 0)
+                        multiply(at + WO if stream else kc * WC, kt)
             T.ptx.wgmma.wait_group.sync.aligned(0)
             tile: T.let = g0 + ti * G
             for un in T.unroll(U):

@@ -66,9 +66,13 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
         """First of the 4 words of operand A: of each l where wgmma reads them later."""
         return (mt * DD + ul) * 4 if wg and not fresh else mt * 4
 
+    FK, SETS = p.fresh_form if fresh else (1, 1)
+    FA, FRAW, NSHORT = MT * 4, MT * 2 * RW, p.short_sums  # words of an operand, of what it is made from; sums of an l
+    NF = KT // FK * LU * DD  # products of a chunk that start new sums
+
     AB = p.buffers  # operands A that are held
-    NA = MT * 4 * (2 if fresh else DD * AB if wg else 1)
-    NACC = MT * P * 8 if fresh else NSUM
+    NA = MT * 4 * (2 * FK if fresh else DD * AB if wg else 1)
+    NACC = SETS * NSHORT if fresh else NSUM
 
     def weights_at(weights, kt, ul, wj, wl):
         """Where operand B begins, in units of 16 bytes, as the descriptor counts."""
@@ -104,7 +108,7 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
         smem = T.alloc_buffer((p.shared_words,), "uint32", scope="shared.dyn", align=128)
         acc = T.alloc_local([NACC], "float32")
         tot = T.alloc_local([NSUM if two_sums else 1], "float32")
-        raw = T.alloc_local([MT * 2 * RW], "uint32")
+        raw = T.alloc_local([FK * FRAW], "uint32")
         A = T.alloc_local([NA], "uint32")
         Al = T.alloc_local([NA if wide else 1], "uint32")
         desc = T.alloc_local([1], "uint64")
@@ -159,21 +163,21 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
                     copy_weights(at + WO, kc, WC // 4, NT, tx)
 
         @T.inline
-        def load_rows(at, kt, lu):
+        def load_rows(at, kt, lu, to):
             for mt in T.unroll(MT):
                 for h in T.unroll(2):
                     for w in T.unroll(RW // LW):
                         T.ptx[load_x](
-                            *[raw[(mt * 2 + h) * RW + w * LW + z] for z in range(LW)],
+                            *[raw[to + (mt * 2 + h) * RW + w * LW + z] for z in range(LW)],
                             smem.ptr_to([at + x_word(p, (wm * MT + mt) * 16 + h * 8 + g, *raw_place(kt, lu, wl, t, w * LW))]),
                         )
 
         @T.inline
-        def operands(ul, to_a):
+        def operands(ul, to_a, of):
             for mt in T.unroll(MT):
                 for h in T.unroll(2):
                     for q in T.unroll(2):
-                        base = T.meta_var((mt * 2 + h) * RW)
+                        base = T.meta_var(of + (mt * 2 + h) * RW)
                         if wide:
                             to = T.meta_var(to_a + operand_at(mt, ul) + q * 2 + h)
                             A[to] = high_part(raw[base + q * DD + ul])
@@ -202,7 +206,7 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
         @T.inline
         def multiply(weights, kt, lu):
             for ul in T.unroll(DD):
-                operands(ul, 0)
+                operands(ul, 0, 0)
                 for jp in T.unroll(P):
                     T.ptx[load](
                         *[wr[z] for z in range(4)],
@@ -221,37 +225,58 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
                         product(A, wr, lu * DD + ul, jp)
 
         @T.inline
-        def warpgroup_product(left, from_a, weights, ul, mt, more):
+        def warpgroup_product(left, from_a, weights, ul, mt, more, to):
             T.ptx[product_wg](
-                *[acc[(mt if fresh else mt * LC + ul) * P * 8 + r] for r in range(P * 8)],
+                *[acc[to + r] for r in range(P * 8)],
                 *[left[from_a + operand_at(mt, ul % DD) + r] for r in range(4)],
                 desc[0] + T.Cast("uint64", weights),
-                T.bool(more),
+                more,
                 1,
                 1,
                 *tail,
             )
 
         @T.inline
-        def multiply_fresh(weights, kt, lu):
-            operands(0, 0)
-            for ul in T.unroll(DD):
-                a0 = T.meta_var(ul % 2 * (MT * 4))
-                start: T.let = weights_at(weights, kt, lu * DD + ul, wj, wl)
-                T.ptx.wgmma.fence.sync.aligned()
+        def fresh_product(weights, kt, lu, ul, z):
+            T.ptx.wgmma.fence.sync.aligned()
+            for s in T.unroll(FK):
+                start: T.let = weights_at(weights, kt + s, lu * DD + ul, wj, wl)
+                a0 = T.meta_var((z % 2 * FK + s) * FA)
                 for mt in T.unroll(MT):
-                    warpgroup_product(A, a0, start + PW_LOW, 0, mt, False)
-                    warpgroup_product(Al, a0, start, 0, mt, True)
-                    warpgroup_product(A, a0, start, 0, mt, True)
-                T.ptx.wgmma.commit_group.sync.aligned()
-                if ul + 1 < DD:
-                    operands(ul + 1, (ul + 1) % 2 * (MT * 4))
-                T.ptx.wgmma.wait_group.sync.aligned(0)
-                for mt in T.unroll(MT):
-                    for r in T.unroll(P * 8):
-                        tot[(mt * LC + lu * DD + ul) * P * 8 + r] = (
-                            tot[(mt * LC + lu * DD + ul) * P * 8 + r] + acc[mt * P * 8 + r]
-                        )
+                    to = T.meta_var(z % SETS * NSHORT + mt * P * 8)
+                    warpgroup_product(A, a0, start + PW_LOW, 0, mt, s > 0, to)
+                    warpgroup_product(Al, a0, start, 0, mt, T.bool(True), to)
+                    warpgroup_product(A, a0, start, 0, mt, T.bool(True), to)
+            T.ptx.wgmma.commit_group.sync.aligned()
+
+        @T.inline
+        def add_fresh(z):
+            first = T.meta_var((z // DD % LU * DD + z % DD) * P * 8)
+            for mt in T.unroll(MT):
+                for r in T.unroll(P * 8):
+                    to = T.meta_var(mt * LC * P * 8 + first + r)
+                    tot[to] = tot[to] + acc[z % SETS * NSHORT + mt * P * 8 + r]
+
+        @T.inline
+        def multiply_fresh(weights, at):
+            """One l after another: its operands are made, and its last sums added up, while other products run."""
+            for z in T.unroll(NF):
+                kt = T.meta_var(z // (LU * DD) * FK)
+                lu = T.meta_var(z // DD % LU)
+                if z % DD == 0:
+                    for s in T.unroll(FK):
+                        load_rows(at, kt + s, lu, s * FRAW)
+                for s in T.unroll(FK):
+                    operands(z % DD, (z % 2 * FK + s) * FA, s * FRAW)
+                if SETS == 1 and z > 0:
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    add_fresh(z - 1)
+                fresh_product(weights, kt, lu, z % DD, z)
+                if SETS == 2 and z > 0:
+                    T.ptx.wgmma.wait_group.sync.aligned(1)
+                    add_fresh(z - 1)
+            T.ptx.wgmma.wait_group.sync.aligned(0)
+            add_fresh(NF - 1)
 
         @T.inline
         def multiply_wg(weights, kt, lu):
@@ -259,15 +284,16 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
             if AB == 1:
                 T.ptx.wgmma.wait_group.sync.aligned(0)  # operand A is free again
             for ul in T.unroll(DD):
-                operands(ul, a0)
+                operands(ul, a0, 0)
             T.ptx.wgmma.fence.sync.aligned()
             for ul in T.unroll(DD):
                 start: T.let = weights_at(weights, kt, lu * DD + ul, wj, wl)
                 for mt in T.unroll(MT):
+                    to = T.meta_var((mt * LC + lu * DD + ul) * P * 8)
                     if wide:
-                        warpgroup_product(A, a0, start + PW_LOW, lu * DD + ul, mt, True)
-                        warpgroup_product(Al, a0, start, lu * DD + ul, mt, True)
-                    warpgroup_product(A, a0, start, lu * DD + ul, mt, True)
+                        warpgroup_product(A, a0, start + PW_LOW, ul, mt, T.bool(True), to)
+                        warpgroup_product(Al, a0, start, ul, mt, T.bool(True), to)
+                    warpgroup_product(A, a0, start, ul, mt, T.bool(True), to)
             T.ptx.wgmma.commit_group.sync.aligned()
             if AB == 2:
                 T.ptx.wgmma.wait_group.sync.aligned(1)  # the other operand A is free again
@@ -315,15 +341,16 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
                 sync_group(grp)
                 issue(it + AHEAD)
                 T.ptx.cp.async_.commit_group()
-                for kt in T.unroll(KT):
-                    for lu in T.unroll(LU):
-                        load_rows(at, kt, lu)
-                        if fresh:
-                            multiply_fresh(at + WO if stream else kc * WC, kt, lu)
-                        elif wg:
-                            multiply_wg(at + WO if stream else kc * WC, kt, lu)
-                        else:
-                            multiply(at + WO if stream else kc * WC, kt, lu)
+                if fresh:
+                    multiply_fresh(at + WO if stream else kc * WC, at)
+                else:
+                    for kt in T.unroll(KT):
+                        for lu in T.unroll(LU):
+                            load_rows(at, kt, lu, 0)
+                            if wg:
+                                multiply_wg(at + WO if stream else kc * WC, kt, lu)
+                            else:
+                                multiply(at + WO if stream else kc * WC, kt, lu)
                 if two_sums and not fresh:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
                     if kc % FLUSH == FLUSH - 1 or kc == KC - 1:
                         for q in T.unroll(NSUM):

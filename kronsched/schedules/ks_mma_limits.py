@@ -5,6 +5,7 @@ Read first: `check_limits`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kronsched.errors import InvalidConfig
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from kronsched.hardware import Device
 
 LANES = 32
+FRESH_OTHER = 24
+"""Registers beyond data, where products of wgmma start new sums."""
+_FRESH_REGISTERS = 240
+_REGISTERS = 65536
 _BLOCK_SHARED = 1024  # what CUDA keeps of the shared memory of an SM for each block
 
 
@@ -70,3 +75,14 @@ def check_warps(p: Limited, blocks: int, device: Device) -> None:
     """Raise InvalidConfig where a grid that fills the GPU leaves an SM fewer than 4 warps: nothing would hide its waits."""
     if blocks >= device.units * p.min_blocks and p.threads * p.min_blocks < 4 * LANES:
         raise InvalidConfig(f"{p.threads * p.min_blocks} threads an SM are too few")
+
+
+def form_of(steps: int, threads: int, registers: Callable[[int, int], int]) -> tuple[int, int]:
+    """(steps of k of a product that starts new sums, sets of new sums): as many as there are registers for.
+
+    With two sets, products of wgmma run while those before them are added to the long sums.
+    steps: of a chunk.  threads: on an SM.  registers: of a thread, for a form.
+    """
+    most = min(_FRESH_REGISTERS, _REGISTERS // threads - 8)
+    forms = [(n, sets) for n in (2, 1) if steps % n == 0 for sets in (2, 1)]
+    return next((form for form in forms if registers(*form) <= most), forms[-1])

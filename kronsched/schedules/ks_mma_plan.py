@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
-from kronsched.schedules.ks_mma_limits import LANES, check_limits, check_warps, check_wgmma
+from kronsched.schedules.ks_mma_limits import FRESH_OTHER, LANES, check_limits, check_warps, check_wgmma, form_of
 from kronsched.space import Config
 from kronsched.workloads.ks import KSMatmul, Pattern
 
@@ -254,11 +254,25 @@ class MmaPlan:
         return self.wgmma and self.two_sums
 
     @cached_property
+    def short_sums(self) -> int:
+        """Sums of one l where products of wgmma start new ones."""
+        return self.mt * self.pairs * 8
+
+    @cached_property
+    def fresh_form(self) -> tuple[int, int]:
+        """See `form_of`."""
+        return form_of(self.ks // self.k_step, self.threads * self.min_blocks, self._fresh_registers)
+
+    def _fresh_registers(self, steps: int, sets: int) -> int:
+        return self.sums + sets * self.short_sums + steps * self.mt * (2 * self.raw_words + 16) + FRESH_OTHER
+
+    @cached_property
     def registers(self) -> int:
         """An estimate of the registers of a thread."""
-        short = self.mt * self.pairs * 8 if self.fresh else self.sums
-        sums = self.sums + (short if self.two_sums else 0)
-        held = 2 if self.fresh else self.unit_l * self.buffers if self.wgmma else 1
+        if self.fresh:
+            return self._fresh_registers(*self.fresh_form)
+        sums = self.sums * (2 if self.two_sums else 1)
+        held = self.unit_l * self.buffers if self.wgmma else 1
         operands = self.mt * 4 * (2 if self.item == 4 else 1) * held
         return sums + self.mt * 2 * self.raw_words + operands + _OTHER_REGISTERS
 

@@ -32,6 +32,16 @@ class Packing:
     low: Callable[[Any], Any] | None = None
 
 
+def of_slices(packing: Packing, d: int) -> Packing:
+    """The order for weights (a, b, c, d), from one for those of their slices, (a·d, b, c, 1)."""
+
+    def at(index: Any) -> tuple[Any, Any, Any, Any]:
+        i, j, k, _ = packing.at(index)
+        return i // d, j, k, i % d
+
+    return Packing(at, (*packing.reach[:2], d), packing.low)
+
+
 def pack_kernel(pattern: Pattern, dtype: str, elements: int, packing: Packing, early: bool, follows: bool) -> Any:
     """The PrimFunc over the weights and their `elements` packed ones.
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 # tvm::tirx::ForKind, as it stands in the JSON form.
 _SERIAL, _UNROLLED, _THREAD_BINDING = 0, 3, 4
-_FOR, _BLOCK, _NONE = "tirx.For", "s_tir.SBlock", "None"
+_FOR, _BLOCK, _NONE, _EVALUATE = "tirx.For", "s_tir.SBlock", "None", "tirx.Evaluate"
+_LAUNCH_CONTROL = "tirx.ptx.griddepcontrol"
 # Hints to the CUDA code generator. Unrolling 8x8 contractions costs LLVM seconds and proves nothing.
 _HINT_PREFIXES = ("pragma_", "software_pipeline", "double_buffer", "tirx.manifest_shared_memory_local_stage")
 
@@ -23,10 +24,10 @@ _HINT_PREFIXES = ("pragma_", "software_pipeline", "double_buffer", "tirx.manifes
 def serialize_cuda(mod: tvm.IRModule) -> tvm.IRModule:
     """A scheduled CUDA module, before lowering, turned into one that `tvm.compile(..., target="llvm")` takes.
 
-    Thread bindings and unrolled loops become serial loops, memory scopes (shared, shared.dyn, local, ...) become plain memory
-    and unroll, pipeline and double-buffer hints are dropped; everything else, vectorised loops too, stays as it is. `mod` is
-    not changed. It works on the JSON form of the module because TVM exposes no IR mutator to Python and its script
-    form loses information.
+    Thread bindings and unrolled loops become serial loops, memory scopes (shared, shared.dyn, local, ...) become plain memory,
+    unroll, pipeline and double-buffer hints and waits for an earlier launch are dropped; everything else, vectorised loops too,
+    stays as it is. `mod` is not changed. It works on the JSON form of the module because TVM exposes no IR mutator to Python
+    and its script form loses information.
     """
     import tvm
 
@@ -43,9 +44,18 @@ def serialize_cuda(mod: tvm.IRModule) -> tvm.IRModule:
             data["storage_scope"] = plain_memory
         if node["type"] == _FOR and data["kind"] in (_UNROLLED, _THREAD_BINDING):
             data["kind"], data["thread_binding"] = _SERIAL, nothing
+        if node["type"] == _EVALUATE and _operator(nodes, data["value"]) == _LAUNCH_CONTROL:
+            data["value"] = next(i for i, n in enumerate(nodes) if n["type"] == "ir.IntImm")  # does nothing
         if node["type"] in (_FOR, _BLOCK):
             data["annotations"] = _without_hints(nodes, data["annotations"])
     return tvm.ir.load_json(json.dumps(graph))
+
+
+def _operator(nodes: list[dict[str, Any]], index: int) -> str | None:
+    """The name of the operator that the node at `index` calls, if it calls one."""
+    data = nodes[index].get("data")
+    op = nodes[data["op"]] if isinstance(data, dict) and "op" in data else None
+    return str(op["data"]) if op is not None and op["type"] == "ir.Op" else None
 
 
 def _without_hints(nodes: list[dict[str, Any]], index: int) -> int:

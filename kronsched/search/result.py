@@ -43,7 +43,7 @@ class TuneEvent:
         return _fraction(self.floor_us, self.best)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TuneResult:
     """The outcome of `tune`.
 
@@ -80,6 +80,16 @@ class TuneResult:
     def roofline_fraction(self) -> float | None:
         """floor_us / median time of the best record; 1.0 means as fast as the hardware limit."""
         return _fraction(self.floor_us, self.best)
+
+    def __repr__(self) -> str:
+        """One short line: records hold every sample of every candidate."""
+        best = "nothing ok" if self.best is None else f"best {self.best.median_us:.4g} µs by {self.best.space['name']}"
+        if self.predicted is not None:
+            best = f"predicted {self.predicted.space}, not measured"
+        failed = sum(self.failures.values())
+        return (
+            f"<TuneResult {self.workload.label} on {self.device.name}: {best}, {self.trials} trials, {failed} failed, {self.log}>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The object `kronsched tune --json` prints (contract in ARCHITECTURE.md), JSON-ready."""

@@ -16,7 +16,7 @@ from typing import Any
 from kronsched import registry
 from kronsched.cost_model.base import CostModel
 from kronsched.cost_model.null import NullModel
-from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError, choose
+from kronsched.errors import ArgumentError, ArgumentTypeError, InvalidConfig, UnsupportedError, choose
 from kronsched.hardware import Device, measure_ceilings, resolve_target
 from kronsched.records.database import default_log, matches_device, search_dirs
 from kronsched.records.journal import Journal
@@ -122,12 +122,18 @@ def plan_for(
     logs = _logs(path) if warm_start and cls.uses_model else []
     arms = []
     for schedule, space in spaces:
-        default = _default(schedule, space, workload, device)
+        try:
+            default = _default(schedule, space, workload, device)
+        except InvalidConfig as e:
+            messages.append(f"{schedule.name} is left out, it has no default config for {workload.label}: {e}")
+            continue
         model, message = _model(cls, schedule, space, workload, device, logs, path, seed)
         if message:
             messages.append(message)
         start = [] if default is None else [default]
         arms.append(Arm(schedule, space, default, model, cls(space, model, seed, start=start, options=options)))
+    if not arms:
+        raise UnsupportedError(f"{workload.label}: no schedule can start on {device.name}; {'; '.join(messages)}")
     known = known_records(journal, workload, device, [a.space for a in arms])
     return Plan(workload, device, tuple(arms), journal, known, tuple(messages))
 

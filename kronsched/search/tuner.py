@@ -289,8 +289,7 @@ def _predict(run: _Run, compiler: str, begin: float) -> TuneResult:
 def _unmeasured(run: _Run, begin: float, candidate: Candidate, artefact: object, how: str) -> TuneResult:
     name = run.plan.device.name
     message = f"{name} is not on this machine: nothing was measured, no log was written, the candidate is {how}"
-    run.emit("message", message=message)
-    run.emit("end")
+    run.emit("end")  # the message is the result's: a caller that prints both would say it twice
     return run.result(begin, predicted=candidate, artefact=artefact, message=message)
 
 

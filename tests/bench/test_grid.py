@@ -5,19 +5,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kronsched import KSMatmul, registry
 from kronsched.bench import grid_propose, grid_tuning
+from kronsched.bench.grid_contest import Contests, Entry
 from kronsched.bench.grid_propose import Ask, fit, propose
 from kronsched.bench.grid_search import SEED_TRIALS, VISIT_TRIALS, GridSearch, group_of
 from kronsched.bench.grid_tuning import tune_grid
-from kronsched.bench.suites import load_suite
+from kronsched.bench.row import Row
+from kronsched.bench.suites import Case, load_suite
 from kronsched.bench.tuning import Logs
 from kronsched.errors import UnsupportedError
 from kronsched.hardware import PRESETS, resolve_target
 from kronsched.measure.base import BuildResult, Measured, RunResult
+from kronsched.measure.worker import Session
 from kronsched.records.schema import TuningRecord, record_of
 from kronsched.space import Candidate
 from kronsched.workloads.base import Workload
@@ -145,17 +149,35 @@ def test_proposals_are_new_valid_and_start_with_the_default() -> None:
     assert not {c.key for c in again} & {c.key for c in found}
 
 
-def test_without_hints_only_defaults_of_a_good_schedule_are_changed() -> None:
-    found = propose(_ask(8, spaces=("ks_cuda_simt", "ks_cuda_mma"), workload=KSMatmul(64, (2, 16, 16, 2), "float16")))
+def test_without_hints_only_defaults_of_a_good_schedule_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = _ask(8, spaces=("ks_cuda_simt", "ks_cuda_mma"), workload=KSMatmul(25088, (2, 64, 64, 4), "float16"))
+    expected = {"ks_cuda_simt": 20.0, "ks_cuda_mma": 10.0}
+    monkeypatch.setattr(grid_propose, "_expected_us", lambda ask, name, config: expected[name])
+    found = propose(ask)
     assert [c.space for c in found[:2]] == ["ks_cuda_mma", "ks_cuda_simt"]
     assert {c.space for c in found[2:]} == {"ks_cuda_mma"}
+    expected["ks_cuda_simt"] = 31.0
+    assert {c.space for c in propose(ask)} == {"ks_cuda_mma"}
 
 
-def test_the_best_hint_comes_before_the_default() -> None:
+def test_the_best_hint_comes_after_the_first_default() -> None:
     space = registry.schedule("ks_cuda_simt").space(_ask(1).workload, H200)
     hint = next(c for c in (space.sample(random.Random(i)) for i in range(9)) if c is not None)
     default = space.candidate(registry.schedule("ks_cuda_simt").default_config(_ask(1).workload, H200))
-    assert propose(_ask(2, hints=(hint,))) == [hint, default] and propose(_ask(1, hints=(hint,), spaces=())) == [hint]
+    assert propose(_ask(2, hints=(hint,))) == [default, hint] and propose(_ask(1, hints=(hint,), spaces=())) == [hint]
+
+
+def test_schedules_that_won_for_no_neighbour_are_tried_where_much_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = _ask(3, spaces=("ks_cuda_simt",), rivals=("ks_cuda_mma",), workload=KSMatmul(64, (2, 16, 16, 2), "float16"))
+    expected = {"ks_cuda_simt": 10.0, "ks_cuda_mma": 12.0}
+    monkeypatch.setattr(grid_propose, "_expected_us", lambda ask, name, config: expected[name])
+    assert [c.space for c in propose(ask)][:2] == ["ks_cuda_simt", "ks_cuda_mma"]
+    expected["ks_cuda_mma"] = 13.0
+    hint = propose(ask)[-1]
+    assert {c.space for c in propose(ask)} == {hint.space} == {"ks_cuda_simt"}
+    for us, first in ((5.0, "ks_cuda_mma"), (9.0, "ks_cuda_simt")):  # what is best for a neighbour is preferred where it is near
+        expected["ks_cuda_mma"] = us
+        assert propose(ask)[0].space == "ks_cuda_mma" and propose(replace(ask, hints=(hint,)))[0].space == first
 
 
 def test_a_model_reorders_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,13 +194,36 @@ def test_a_model_reorders_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grid_is_tuned_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    shapes = [KSMatmul(16, (1, 2, 2, 1)), KSMatmul(16, (1, 2, 4, 1))]
-    logs, said = Logs(tmp_path / "grid.jsonl"), list[str]()
-    assert tune_grid(shapes, CPU, 2, logs, builders=1, say=said.append) == 4
+    shapes = [KSMatmul(16, (1, 2, 4, 1))]
+    logs, said, rows = Logs(tmp_path / "grid.jsonl"), list[str](), list[Row]()
+    contests = Contests([Case(w) for w in shapes], ["bmm"], rows.append)
+    assert tune_grid(shapes, CPU, 2, logs, builders=1, contests=contests, say=said.append) == 2
     best = logs.best(shapes, CPU)
-    assert set(best) == {w.key for w in shapes} and "4 candidates, 2 of 2 shapes" in said[-1]
+    assert set(best) == {w.key for w in shapes} and "2 candidates, 1 of 1 shapes, 1 rows" in said[-2]
+    assert {r.workload.key for r in rows} == set(best) and all(r.us and r.peers["bmm"] and r.error is not None for r in rows)
+    assert all(r.kernel is not None and r.kernel.how == "tuned" and r.kernel.config == best[r.workload.key].config for r in rows)
     assert tune_grid(shapes, CPU, 2, logs, builders=1) == 0  # nothing was left
     assert tune_grid(shapes, CPU, 3, logs, builders=1, seconds=0.0) == 0  # no time
+
+
+def test_the_best_peer_becomes_the_target_and_a_contest_that_dies_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = grid_tuning._GridRun(GridSearch(GRID, H200, 9), H200, Logs(tmp_path / "l.jsonl"), 0, said.append)
+    rows = [Row(GRID[3], 9.0, {"bmm": 7.0, "shown": 5.0}, 1.0, information=("shown",)), None]
+
+    class Fake:
+        def row(self, session: Session, entry: Entry, runner: object) -> Row:
+            assert session.workload == GRID[3] and runner == "runner"
+            row = rows.pop(0)
+            if row is None:
+                raise TimeoutError("too long")
+            return row
+
+    ahead = SimpleNamespace(workers=lambda: ("builders", ["runner"]))
+    for _ in range(2):
+        run._contest(3, Entry("folder", 9.0, "log"), ahead, Fake())  # type: ignore[arg-type]
+    assert run.search.shapes[3].target_us == 7.0 and run.rows == 1
+    assert len(said) == 1 and "TimeoutError: too long" in said[0]
 
 
 def test_devices_that_are_not_there_are_refused() -> None:

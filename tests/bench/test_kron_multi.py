@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from kronsched.bench.kron_multi import Case, Row, case_of, powers
+from kronsched.bench.kron_multi import Call, Case, Row, calls, case_of, powers, rows_of
 from kronsched.bench.kron_multi_kernels import needed
 from kronsched.cli.root import run
 from kronsched.distributed import plan
 from kronsched.errors import ArgumentError
+from kronsched.hardware import PRESETS
 
 ROOT = Path(__file__).parents[2]
 FOUR = ((4, 4),) * 4
@@ -65,12 +67,31 @@ def test_what_speed_up_and_efficiency_mean() -> None:
     assert ROW.to_dict()["speedup"] == ROW.speedup
 
 
+def asked(case: Case, ranks: int, **options: Any) -> list[Call]:
+    return calls([case], ["weak", "strong"], ranks, [1, 2], PRESETS["nvidia/h200"], **options)
+
+
 def test_every_product_of_the_measurement_is_built_before() -> None:
-    asked = set(needed([Case(8, FOUR, "float32")], ["weak", "strong"], 2, [1, 2]))
-    assert {("kron", FOUR, "float32", rows) for rows in (4, 8)} <= asked  # the grid (2, 1), and one rank alone
-    assert {("kron", FOUR[1:], "float32", rows) for rows in (32, 16, 8)} <= asked  # grid (1, 2), three factors: 16, 8 or 4 rows
-    assert ("kron", FOUR[:1], "float32", 16 * 32) in asked  # then the first
-    assert ("ks", (16, 4, 4, 1), "float32", 32) in asked  # or the first in place
+    found = set(needed(asked(Case(8, FOUR, "float32"), 2)))
+    assert {("kron", FOUR, "float32", rows) for rows in (4, 8)} <= found  # the grid (2, 1), and one rank alone
+    assert {("kron", FOUR[1:], "float32", rows) for rows in (32, 16, 8)} <= found  # grid (1, 2), three factors: 16, 8 or 4 rows
+    assert ("kron", FOUR[:1], "float32", 16 * 32) in found  # then the first
+    assert ("ks", (16, 4, 4, 1), "float32", 32) in found  # or the first in place
+
+
+def test_only_the_best_ways_on_paper_are_measured() -> None:
+    every, few = asked(Case(64, ((64, 64),) * 4, "float32"), 2), asked(Case(64, ((64, 64),) * 4, "float32"), 2, tries=2)
+    assert [(c.mode, c.grid, c.m) for c in every] == [(c.mode, c.grid, c.m) for c in few]
+    assert [(c.mode, c.grid.columns) for c in few] == [("one", 1), ("weak", 1), ("weak", 2), ("strong", 1), ("strong", 2)]
+    for all_ways, best in zip(every, few, strict=True):
+        assert set(best.pairs) <= set(all_ways.pairs)
+        assert len(best.pairs) == (2 if best.grid.columns > 1 else 1)
+    assert (1, 1) in every[2].pairs and all(local > 1 and count == 2 for local, count in few[2].pairs)  # 4 exchanges, no overlap
+
+
+def test_builders_import_no_torch() -> None:
+    code = "import sys, kronsched.bench.kron_multi_build; sys.exit('torch' in sys.modules or 'xgboost' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def command(*arguments: str) -> list[str]:
@@ -92,9 +113,16 @@ def check(data: dict[str, Any], ranks: int) -> None:
 def test_two_ranks_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     assert run(command("--ranks", "2", "-o", str(path))) == 0
-    printed = json.loads(capfd.readouterr().out)
+    out, err = capfd.readouterr()
+    printed = json.loads(out)
     check(printed, 2)
+    for line in ("kernels to build", "kernels built", "2 rank(s) have started", "GB/s leave each rank", "one rank alone takes"):
+        assert re.search(rf"^ +[\d.]+ s  .*{re.escape(line)}", err, re.M), err  # a run that is cut off tells where it was
     assert json.loads(path.read_text()) == printed
+    assert [row.to_dict() for row in rows_of(printed)] == printed["rows"]
+    assert run(["bench", "kron-multi", "--from", str(path)]) == 0  # what was measured, then the model made from it
+    shown = capfd.readouterr().out
+    assert 0 <= shown.index("kron-multi on 2 rank(s)") < shown.index("model of scaling")
 
 
 @pytest.mark.slow

@@ -20,7 +20,13 @@ def dense(dtype: str, out_dtype: str = "") -> Gemm:
 
 @pytest.mark.parametrize(
     ("w", "name"),
-    [(dense("float16"), "cublas"), (dense("bfloat16"), "cublas"), (dense("int8"), "int_mm"), (dense("int8", "int32"), "int_mm")],
+    [
+        (dense("float16"), "cublas"),
+        (dense("bfloat16"), "cublas"),
+        (dense("int8"), "int_mm"),
+        (dense("int8", "int32"), "int_mm"),
+        (dense("int4"), "int_mm"),
+    ],
     ids=lambda v: v.label if isinstance(v, Gemm) else v,
 )
 def test_a_peer_is_right(w: Gemm, name: str) -> None:
@@ -33,7 +39,7 @@ def test_a_peer_is_right(w: Gemm, name: str) -> None:
     ("w", "name", "says"),
     [
         (dense("int8"), "cublas", "cublas multiplies float16 and bfloat16 only"),
-        (dense("float16"), "int_mm", "int_mm multiplies int8 only"),
+        (dense("float16"), "int_mm", "int_mm multiplies int8 and int4 only"),
         (dense("float8_e4m3fn"), "scaled_mm", "on CUDA"),
         (dense("float8_e5m2"), "scaled_mm_fast", "scaled_mm multiplies float8_e4m3fn only"),
     ],
@@ -50,7 +56,7 @@ def test_4_bit_weights_have_other_peers() -> None:
 
 def test_every_case_of_the_suites_has_a_schedule() -> None:
     h200 = resolve_target("nvidia/h200")
-    assert suite_names("gemm") == ["square", "ragged", "llama", "cpu"]
+    assert suite_names("gemm") == ["square", "ragged", "llama", "int4", "cpu"]
     for case in load_cases("gemm", "all"):
         assert schedules_for(case.workload, h200), case.workload.label
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kronsched import KronMatmul, KSMatmul
+from kronsched.bench.chains import chains
 from kronsched.bench.groups import group_of, groups
 from kronsched.bench.results import Results, read_rows
 from kronsched.bench.row import Kernel, Row, best_geomean, joules_geomean
@@ -60,6 +61,15 @@ def test_nested_json_is_refused(tmp_path: Path) -> None:
         read_rows(path)
 
 
+def test_a_run_that_is_killed_before_its_first_row_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.json"
+    Results(path, lambda rows: {}, "cpu")
+    assert not path.exists()
+    path.write_text("{}")
+    Results(path, lambda rows: {}, "cpu")
+    assert path.read_text() == "{}"  # that of an earlier run stays until there is a row
+
+
 def test_a_run_in_pieces_ends_in_one_file(tmp_path: Path) -> None:
     path, other = tmp_path / "r.json", KSMatmul(batch=9, pattern=(1, 2, 2, 2))
     first = Results(path, _describe, "GPU")
@@ -102,3 +112,24 @@ def test_groups_say_what_is_lost() -> None:
     assert (two.name, two.rows, two.failed, two.best_geomean) == ("float32 batch_first chain", 0, 1, None)
     assert group_of(KSMatmul(batch=9, pattern=(2, 2, 2, 1), layout="batch_last")) == "float32 batch_last d=1"
     assert group_of(KronMatmul(4, ((2, 2),))) == "float32"
+
+
+def test_groups_say_what_a_user_is_served_with() -> None:
+    lost = _row(bmm=1.0)
+    [group] = groups([lost, _row(KSMatmul(batch=9, pattern=(1, 2, 2, 2)), bmm=4.0)])
+    assert (group.lowest, group.lost) == (0.5, 1)
+    assert (group.served_lowest, group.served_lost) == (1.0, 0) and group.served_geomean == pytest.approx(2**0.5)
+    [outside] = groups([_row(bmm=4.0, lazylinop=1.0)])  # what the selection does not know, it cannot serve
+    assert outside.served_lowest == 0.5
+    [other] = groups([Row(KronMatmul(m=2, factors=[(2, 2)]), 2.0, {"torch": 4.0}, 1.0)])
+    assert other.served_geomean is None and other.served_lost is None
+
+
+def test_chains_are_compared_with_their_factors() -> None:
+    one, two = (1, 2, 4, 2), (1, 8, 4, 1)
+    whole = Row(KSMatmul(8, (one, two)), 4.0, {}, 2.0, kernel=Kernel("tuned", "s", {}, 2))
+    parts = [Row(KSMatmul(8, one), 2.0, {}, 1.0), Row(KSMatmul(8, two), 4.0, {}, 1.5)]
+    [found] = chains([parts[0], whole, parts[1]])
+    assert (found.passes, found.factors_us, found.gain, found.most) == (2, 6.0, 1.5, 1.25)
+    assert found.to_dict()["gain"] == 1.5 and found.to_dict()["workload"]["family"] == "ks"
+    assert not chains([whole, parts[0]]) and not chains([whole, parts[0], parts[1].but(us=None)])

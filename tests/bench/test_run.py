@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from kronsched.bench import contest
 from kronsched.bench import run as bench_run
 from kronsched.bench.peers import PEERS
 from kronsched.bench.row import Row, by_dtype, geomean, published_geomean, slower_than
-from kronsched.bench.run import choose_peers, run_suite
+from kronsched.bench.run import choose_peers, run_suite, without_folders
 from kronsched.bench.suites import Case
 from kronsched.dtypes import DTYPES
 from kronsched.errors import ArgumentError, UnsupportedError
@@ -141,3 +142,20 @@ def test_geomeans_by_dtype_and_rows_that_lose() -> None:
     rows = [_row(1.0, 2.0), _row(1.0, 0.5, "float16"), _row(1.0, 3.0, published=0.25)]
     assert by_dtype(rows, ["p"]) == {"float32": {"p": pytest.approx(6**0.5)}, "float16": {"p": pytest.approx(0.5)}}
     assert slower_than(rows, "p") == rows[1:]
+
+
+@pytest.mark.parametrize(
+    ("origin", "shown"),
+    [
+        ("log /tmp/res/a/kron-9c.jsonl, measured on NVIDIA H200", "log kron-9c.jsonl, measured on NVIDIA H200"),
+        ("log out/k.jsonl, measured on A/B", "log k.jsonl, measured on A/B"),
+        ("default, not measured", "default, not measured"),
+    ],
+)
+def test_results_name_files_without_their_folders(origin: str, shown: str) -> None:
+    assert without_folders(origin) == shown
+
+
+def test_shipped_results_name_no_folder_of_the_machine_they_were_made_on() -> None:
+    found = list((Path(__file__).parents[2] / "tuning_logs").rglob("*.json"))
+    assert found and [path.name for path in found if "/tmp/" in path.read_text(encoding="utf-8")] == []

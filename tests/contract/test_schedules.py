@@ -195,6 +195,22 @@ class TestKronCudaChain(CudaScheduleBattery):
             assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
 
 
+class TestKronCudaTf32(TestKronCudaChain):
+    name = "kron_cuda_tf32"
+    quick = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KronMatmul(1, [(8, 8)] * 5)]
+
+
+class TestKronCudaLong(TestKronCudaChain):
+    name = "kron_cuda_long"
+    quick = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KronMatmul(1, [(4, 4)] * 8, "float16"), KronMatmul(1, [(2, 2)] * 14)]
+
+
 LAYOUTS = ("batch_first", "batch_last")
 # Both layouts, every dtype, chains, odd and degenerate extents, batches that no tile divides.
 KS = [
@@ -251,6 +267,40 @@ class TestKSCudaMmaLast(TestKSCudaMma):
     name = "ks_cuda_mma_last"
 
 
+class TestKSCudaPair(TestKSCudaMma):
+    name = "ks_cuda_pair"
+    quick = None
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KSMatmul(37, [(2, 8, 16, 1), (1, 8, 16, 1)], "bfloat16")]
+
+
+class TestKSCudaTma(TestKSCudaMma):
+    name = "ks_cuda_tma"
+    quick = None
+
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            KSMatmul(24, (1, 96, 260, 2), "bfloat16", "batch_last"),
+            KSMatmul(17, (1, 72, 64, 1), "float16"),
+        ]
+
+
+class TestKronCudaSlab(CudaScheduleBattery):
+    """Tile programs on warpgroup tensor cores: run in the emulator."""
+
+    name = "kron_cuda_slab"
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KronMatmul(3, [(64, 64)] * 2, "bfloat16"), KronMatmul(1, [(8, 8)] * 6, "float16")]
+
+    def test_computes_the_reference(self, workload: Workload) -> None:
+        for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
+            error = run_schedule(self.schedule, workload, config, self.device(), seed=11, order=order)
+            assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
+
+
 class TestKronCudaWgmma(CudaScheduleBattery):
     """Tile programs on warpgroup tensor cores: run in the emulator."""
 
@@ -285,12 +335,23 @@ GROUPED = [
 ]
 
 
+IN_BLOCKS = [
+    Conv2d(8, 5, 5, 64, 32, 3, padding=1, layout="NHWCnc", has_bias=True),
+    Conv2d(16, 5, 4, 32, 48, 3, stride=2, padding=1, in_dtype="float16", layout="NHWCnc"),
+]
+FOUR_BIT = [
+    Conv2d(2, 6, 7, 32, 64, 3, padding=1, in_dtype="int4"),
+    Conv2d(1, 6, 7, 6, 22, 3, stride=2, padding=1, in_dtype="uint4", has_bias=True, relu=True),
+    Conv2d(1, 7, 6, 34, 20, 1, in_dtype="uint4", out_dtype="int32", has_bias=True),
+]
+
+
 class TestConv2dCpu(ScheduleBattery):
     name = "conv2d_cpu"
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
-        return CONV + GROUPED
+        return CONV + GROUPED + FOUR_BIT[1:2]
 
 
 class TestConv2dCudaSimt(CudaScheduleBattery):
@@ -298,7 +359,7 @@ class TestConv2dCudaSimt(CudaScheduleBattery):
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
-        return CONV + GROUPED
+        return CONV + GROUPED + FOUR_BIT[1:2]
 
 
 class TestConv2dCudaMma(CudaScheduleBattery):
@@ -309,7 +370,7 @@ class TestConv2dCudaMma(CudaScheduleBattery):
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
-        return CONV
+        return CONV + IN_BLOCKS
 
     def test_computes_the_reference(self, workload: Workload) -> None:
         for config, order in zip(self._configs(workload), ("reverse", "random"), strict=False):
@@ -317,5 +378,38 @@ class TestConv2dCudaMma(CudaScheduleBattery):
             assert error <= DTYPES[workload.output.dtype].tolerance, f"{error:.2g} with {dict(config)}"
 
 
+class TestConv2dCudaInt4(TestConv2dCudaMma):
+    name = "conv2d_cuda_int4"
+    quick = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return FOUR_BIT
+
+
+class TestGemmInt4Cuda(TestConv2dCudaMma):
+    name = "gemm_int4_cuda"
+    quick = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [Gemm(70, 40, 136, "int4", "int4"), Gemm(3, 18, 34, "int4", "int4")]
+
+
 class TestConv2dCudaWgmma(TestConv2dCudaMma):
     name = "conv2d_cuda_wgmma"
+
+    def workloads(self) -> Sequence[Workload]:
+        return CONV
+
+
+class TestConv2dCudaTma(TestConv2dCudaMma):
+    name = "conv2d_cuda_tma"
+    quick = 2
+
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            Conv2d(2, 9, 9, 64, 48, 3, stride=2, padding=1, **EVERYTHING),
+            Conv2d(2, 1, 1, 512, 112, 1),
+            Conv2d(1, 8, 8, 32, 80, (3, 1), padding=(1, 0), dilation=2, in_dtype="float16", has_scale=True, **EVERYTHING),
+            Conv2d(1, 8, 8, 64, 64, 3, padding=(0, 1), in_dtype="bfloat16"),
+            Conv2d(1, 8, 8, 64, 96, 1, stride=2, in_dtype="float8_e5m2", out_dtype="bfloat16", has_scale=True),
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -228,6 +229,11 @@ class TestConv2d(WorkloadBattery):
             Conv2d(1, 6, 6, 8, 8, 3, in_dtype="float8_e4m3fn", has_scale=True, **everything),
             Conv2d(1, 6, 6, 8, 8, 3, in_dtype="float8_e5m2", out_dtype="bfloat16"),
             Conv2d(2, 1, 1, 64, 100, 1),
+            Conv2d(8, 4, 5, 32, 64, 3, padding=1, layout="NHWCnc"),
+            Conv2d(16, 3, 3, 32, 16, 1, in_dtype="float16", has_bias=True, layout="NHWCnc"),
+            Conv2d(1, 6, 6, 8, 6, 3, padding=1, in_dtype="int4"),
+            Conv2d(1, 6, 6, 8, 6, 3, groups=2, in_dtype="uint4", has_bias=True, relu=True),
+            Conv2d(1, 6, 6, 8, 5, 3, in_dtype="uint4", out_dtype="int32", has_residual=True),
             Conv2d(8, 56, 56, 64, 64, 3, padding=1),
         ]
 
@@ -247,12 +253,19 @@ class TestConv2d(WorkloadBattery):
             ({**good, "groups": 3}, "c_in=8"),
             ({**good, "c_out": 6, "groups": 4}, "c_out=6"),
             ({**good, "in_dtype": "float32"}, "in_dtype='float32'"),
-            ({**good, "in_dtype": "int4"}, "in_dtype='int4'"),
+            ({**good, "in_dtype": "int4", "c_in": 7}, "c_in=7"),
+            ({**good, "in_dtype": "uint4", "c_out": 7}, "c_out=7"),
+            ({**good, "in_dtype": "int4", "has_residual": True}, "has_residual=True"),
+            ({**good, "in_dtype": "int4", "out_dtype": "int8"}, "out_dtype='int8'"),
             ({**good, "out_dtype": "float16"}, "out_dtype='float16'"),
             ({**good, "in_dtype": "float16", "out_dtype": "int8"}, "out_dtype='int8'"),
             ({**good, "out_dtype": "int32", "has_scale": True}, "has_scale=True"),
             ({**good, "has_scale": 1}, "has_scale=1"),
             ({**good, "relu": 1}, "relu=1"),
+            ({**good, "layout": "NCHW"}, "layout='NCHW'"),
+            ({**good, "n": 8, "layout": "NHWCnc"}, "c_in=8"),
+            ({**good, "n": 4, "c_in": 32, "c_out": 32, "layout": "NHWCnc"}, "n=4"),
+            ({**good, "n": 8, "c_in": 32, "c_out": 32, "layout": "NHWCnc", "has_residual": True}, "layout='NHWCnc'"),
             ({**good, "n": 2**20, "h": 256, "w": 256}, "needs a tensor"),
         ]
 
@@ -260,22 +273,42 @@ class TestConv2d(WorkloadBattery):
         """torch's own convolution in float64, and the epilogue value by value."""
         assert isinstance(workload, Conv2d)
         named = dict(zip((t.name for t in workload.inputs), inputs, strict=True))
+        if workload.layout == "NHWCnc":  # image by image, block by block of channels
+            x = named["x"]
+            images = [torch.cat([x[i // 8, :, :, c, i % 8] for c in range(x.shape[3])], dim=-1) for i in range(workload.n)]
+            plain = replace(workload, layout="NHWC")
+            y = self.dense(plain, [torch.stack(images), *inputs[1:]])
+            assert y is not None
+            blocks = y.reshape(-1, 8, *y.shape[1:3], *workload.output.shape[3::2])
+            return blocks.movedim(1, 4)
+        if workload.in_dtype in ("int4", "uint4"):
+            named["x"], named["w"] = _halves(named["x"], workload.in_dtype == "int4"), _halves(named["w"], True)
         x, w = (named[n].double().permute(0, 3, 1, 2) for n in ("x", "w"))
         attrs: dict[str, Any] = {n: getattr(workload, n) for n in ("stride", "padding", "dilation", "groups")}
         y = torch.nn.functional.conv2d(x, w, **attrs).permute(0, 2, 3, 1)
-        y = y.round() if workload.in_dtype == "int8" else y
+        y = y.round() if "int" in workload.in_dtype else y
         scale, bias, rest = named.get("scale"), named.get("bias"), named.get("residual")
-        if workload.out_dtype == "int8":
+        limits = {"int8": (-128, 127), "int4": (-8, 7), "uint4": (0, 15)}.get(workload.out_dtype)
+        if limits is not None:
             flat = (y + (0 if bias is None else bias)).reshape(-1).tolist()
             scales = [1.0] * workload.c_out if scale is None else scale.tolist()
             more = [0] * len(flat) if rest is None else _rescaled(rest.reshape(-1).tolist(), float(named["residual_scale"]))
-            low = 0 if workload.relu else -128
-            out = [min(127, max(low, round(_f32(_f32(v) * scales[i % workload.c_out])) + more[i])) for i, v in enumerate(flat)]
-            return torch.tensor(out, dtype=torch.float64).reshape(y.shape)
+            low, high = 0 if workload.relu else limits[0], limits[1]
+            out = [min(high, max(low, round(_f32(_f32(v) * scales[i % workload.c_out])) + more[i])) for i, v in enumerate(flat)]
+            if workload.out_dtype != "int8":  # a byte is a pair, from -128 to 127
+                out = [(high % 16 * 16 + low % 16 + 128) % 256 - 128 for low, high in zip(out[::2], out[1::2], strict=True)]
+            return torch.tensor(out, dtype=torch.float64).reshape(workload.output.shape)
         y = y if scale is None else y * scale
         y = y if bias is None else y + bias
         y = y if rest is None else y + rest.double()
         return y.relu() if workload.relu else y
+
+
+def _halves(packed: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Both values of each byte, the lower half first."""
+    bytes_ = packed.double() % 256
+    pair = torch.stack([bytes_ % 16, bytes_ // 16], dim=-1).flatten(-2)
+    return torch.where(pair > 7, pair - 16, pair) if signed else pair
 
 
 def _f32(value: float) -> float:

@@ -235,6 +235,9 @@ def measured(rank: int, ranks: int) -> None:
     ways = [(1, False), (2, False), (3, False), (3, True)]
     assert sorted((c.local, c.in_place, c.chunks) for c in found) == [(*way, count) for way in ways for count in (1, 2)]
     assert found == sorted(found)
+    few = measured_choices(block, factors, mesh, pairs=[(3, 2)], repeats=1)
+    assert sorted((c.local, c.in_place, c.chunks) for c in few) == [(3, False, 2), (3, True, 2)]
+    assert "rows" in message(lambda: measured_choices(block[0], factors, mesh))
     both: list[Any] = [None] * ranks
     dist.all_gather_object(both, (link, found))
     assert both[0] == both[1]

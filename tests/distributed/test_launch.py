@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +45,12 @@ def test_results_come_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raises", "of its own"), ("is killed", "rank 1 ended by SIGKILL"), ("hangs", "rank 0: ")]
+    ("how", "message"),
+    [
+        pytest.param("raises", "of its own", marks=pytest.mark.slow),
+        ("is killed", "rank 1 ended by SIGKILL"),
+        ("hangs", "rank 0: "),
+    ],
 )
 def test_no_rank_waits_for_ever(how: str, message: str) -> None:
     found: list[Any] = []
@@ -53,6 +61,35 @@ def test_no_rank_waits_for_ever(how: str, message: str) -> None:
             start = time.monotonic()
     assert found == ["started"]
     assert time.monotonic() - start < 15
+
+
+def sleep(say: Any, device: torch.device) -> None:
+    say(os.getpid())
+    time.sleep(600)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is told of its parent's end on Linux only")
+def test_ranks_of_a_killed_launcher_end_too() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from kronsched.distributed.launch import run_ranks
+from tests.distributed.test_launch import sleep
+if __name__ == "__main__":
+    found = run_ranks(sleep, 1, "cpu", ())
+    print(next(found), flush=True)
+    import time; time.sleep(600)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 5
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    gone = not Path(f"/proc/{rank}").exists() or "Z" in Path(f"/proc/{rank}/stat").read_text().split(")")[-1]
+    assert gone, f"rank {rank} outlived its launcher"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,17 @@ def test_same_bytes_is_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not same_bytes(a, tensor(NAN, 0.0, 1.0, 2.0000000000000004))
 
 
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_same_bytes_sees_every_byte(first: int) -> None:
+    whole = torch.arange(37, dtype=torch.uint8)
+    a, b = whole[first:], whole.clone()[first:]
+    assert same_bytes(a, b)
+    for at in range(len(b)):
+        b[at] ^= 128
+        assert not same_bytes(a, b), at
+        b[at] ^= 128
+
+
 def test_underflow_of_a_small_dtype_is_not_wrong() -> None:
     zero = torch.zeros(4, dtype=torch.float16)
     assert max_relative_error(zero, torch.full((4,), 1.8e-18, dtype=torch.float64)) <= DTYPES["float16"].tolerance

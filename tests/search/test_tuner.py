@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kronsched import registry, tune
-from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError, UserError
+from kronsched.errors import ArgumentError, ArgumentTypeError, InvalidConfig, UnsupportedError, UserError
 from kronsched.measure.base import Measured
 from kronsched.records.journal import Journal
 from kronsched.records.schema import TuningRecord
@@ -101,6 +101,29 @@ def test_the_result_is_the_json_of_the_contract(tmp_path: Path) -> None:
     assert set(data["best"]) >= {"config", "median_us", "floor_us", "roofline_fraction", "reference_us"}
     assert data["best"]["roofline_fraction"] == pytest.approx(data["best"]["floor_us"] / data["best"]["median_us"])
     assert data["workload"] == W.to_dict() and data["target"]["name"] == "NVIDIA H200"
+
+
+def test_a_schedule_without_a_default_is_left_out_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoDefault(FusedSchedule):
+        name = "no_default"
+
+        def default_config(self, workload: Any, device: Any) -> Any:
+            raise InvalidConfig("nothing fits")
+
+    said: list[str] = []
+    monkeypatch.setattr(registry, "schedules_for", lambda workload, device: [NoDefault(), FusedSchedule()])
+    result = run(tmp_path / "a.jsonl", trials=2, progress=lambda event: said.append(event.message))
+    assert result.trials == 2 and {r.space["name"] for r in result.records} == {FusedSchedule.name}
+    assert any("no_default is left out" in text and "nothing fits" in text for text in said)
+    monkeypatch.setattr(registry, "schedules_for", lambda workload, device: [NoDefault()])
+    with pytest.raises(UnsupportedError, match=r"no schedule can start on .*nothing fits"):
+        run(tmp_path / "b.jsonl")
+
+
+def test_a_result_is_one_short_line(tmp_path: Path) -> None:
+    result = run(tmp_path / "a.jsonl")
+    assert len(result.records) == 24 and len(repr(result)) < 300
+    assert "best" in repr(result) and W.label in repr(result) and "24 trials" in repr(result)
 
 
 def test_an_injected_measurer_is_left_open(tmp_path: Path) -> None:
@@ -231,7 +254,9 @@ def predicted(monkeypatch: pytest.MonkeyPatch, log: Path, **options: Any) -> Tun
     monkeypatch.setattr(
         "kronsched.runtime.cache.get_or_build", lambda w, s, config, *rest: built.append(config) or Path("/built")
     )
-    result = tune(W, target="nvidia/h200", log=log, **options)
+    said: list[str] = []
+    result = tune(W, target="nvidia/h200", log=log, progress=lambda event: said.append(event.message), **options)
+    assert not any("nothing was measured" in text for text in said)  # it is the result's message, and would be printed twice
     assert result.predicted is not None and built == [result.predicted.config]
     assert (result.trials, result.best, result.artefact) == (0, None, Path("/built")) and not log.exists()
     assert "nothing was measured" in result.message and result.to_dict()["predicted"]["config"] == result.predicted.config

@@ -1,0 +1,186 @@
+"""Kronecker-sparse matmul as dense products by TMA and wgmma (CUDA, sm_90a), for blocks so large that arithmetic decides.
+
+    pack       weights (a, b, c, d) → (a, b, d, c), where d > 1                            (ks_sort.py, or ks_pack.py)
+    sort       batch_first with d > 1: X (batch, a, c, d) → (batch, a, d, c)               (ks_sort.py)
+    multiply   a·d dense products in one persistent launch                                 (ks_tile_kernel.py)
+    merge      batch_first with d > 1: (batch, a, d, b) → Y (batch, a, b, d)               (ks_sort.py)
+
+The schedules of ks_cuda_mma.py read X and write Y once, but feed tensor cores from registers. They are faster for small blocks,
+and in batch_first with d > 1, where sorting needs scratch tensors as large as X and Y, for all but the largest.
+
+Read first: `KSCudaTma.apply`, then ks_tile_plan.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kronsched.errors import InvalidConfig
+from kronsched.schedules.base import Launch, Schedule, Scheduled
+from kronsched.schedules.ks_pack import Packing, pack_kernel
+from kronsched.schedules.ks_parts import factor_tensors, launch_of, renamed
+from kronsched.schedules.ks_sort import pays, sort_kernel
+from kronsched.schedules.ks_tile_plan import TilePlan, fits, parts_us, plan_tile, predicted_us, why_not
+from kronsched.space import Config, Knob, SearchSpace, load_knobs
+from kronsched.workloads.base import TensorSpec, Workload
+from kronsched.workloads.ks import KSMatmul
+
+if TYPE_CHECKING:
+    from kronsched.hardware import Device
+
+LEAST = 64
+"""Outputs and inputs of a block that fill tiles."""
+LEAST_LAST = (96, 128, 256)
+"""In batch_last: outputs, inputs, and the larger of both, from which on the schedule was the fastest on an H200."""
+
+
+class KSCudaTma(Schedule):
+    """float16 and bfloat16 with float32 sums, both layouts, chains factor by factor."""
+
+    name: ClassVar[str] = "ks_cuda_tma"
+    family: ClassVar[str] = "ks"
+    device_kind: ClassVar[str] = "cuda"
+    untuned_share: ClassVar[float] = 0.6
+
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """Hopper, 16-bit types, rows that TMA can reach, blocks so large that the schedule may be the fastest."""
+        assert isinstance(workload, KSMatmul)
+        if workload.dtype not in ("float16", "bfloat16"):
+            return f"{workload.dtype} is not served: 16-bit types are"
+        if device.arch != "sm_90a":
+            return f"{device.arch}: wgmma needs sm_90a"
+        for pattern in workload.patterns:
+            if reason := _too_small(pattern[1], pattern[2], workload.batch_first):
+                return f"pattern {pattern}: {reason}"
+            if workload.batch_first and pattern[3] > 1 and not pays(pattern, workload.dtype):
+                return f"pattern {pattern}: blocks are too small for sorting to pay"
+            if (reason := why_not(workload, pattern)) is not None:
+                return reason
+        return None
+
+    def space(self, workload: Workload, device: Device) -> SearchSpace:
+        """Knobs of search_spaces/ks_cuda_tma.toml, less tiles that would be half empty."""
+        assert isinstance(workload, KSMatmul)
+
+        def check(config: Config) -> str | None:
+            try:
+                self.plans(workload, config, device)
+            except InvalidConfig as e:
+                return str(e)
+            return None
+
+        return SearchSpace(self.name, [_fitting(knob, workload) for knob in load_knobs(self.name)], check)
+
+    def default_config(self, workload: Workload, device: Device) -> Config:
+        """The valid config of least predicted time."""
+        assert isinstance(workload, KSMatmul)
+        knobs = self.space(workload, device).knobs
+        found: list[tuple[float, int, Config]] = []
+        # Of equals the last one: with the most stages.
+        for n, values in enumerate(itertools.product(*(k.values for k in knobs))):
+            config: Config = {k.name: v for k, v in zip(knobs, values, strict=True)}
+            try:
+                plans = self.plans(workload, config, device)
+            except InvalidConfig:
+                continue
+            found.append((sum(predicted_us(p, device) for p in plans), -n, config))
+        if not found:
+            raise InvalidConfig(f"no config of {self.name} is valid for {workload.label} on {device.name}")
+        return min(found)[2]
+
+    def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
+        """Scratch: packed weights p0, p1 and so on, a chain's t0, …, sorted inputs s0, … and sorted outputs m0, ….
+
+        All packing comes first. Every launch may start while the one before it runs, and waits for it before it reads anything.
+        """
+        import tvm
+
+        from kronsched.schedules.ks_tile_kernel import multiply_kernel
+
+        assert isinstance(workload, KSMatmul)
+        plans, dtype = self.plans(workload, config, device), workload.dtype
+        funcs: dict[str, Any] = {}
+        first: list[Launch] = []
+        later: list[Launch] = []
+        scratch: list[TensorSpec] = []
+
+        def add(launches: list[Launch], name: str, func: Any, *tensors: TensorSpec) -> None:
+            funcs[name] = renamed(func, *tensors).with_attr("global_symbol", name)
+            launches.append(replace(launch_of(name, *tensors), overlap=True))
+
+        def scratch_of(name: str, elements: int) -> TensorSpec:
+            scratch.append(TensorSpec(name, (elements,), dtype))
+            return scratch[-1]
+
+        for i, (plan, (source, weight, target)) in enumerate(zip(plans, factor_tensors(workload, dtype), strict=True)):
+            a, b, c, d = plan.pattern
+            if i < len(plans) - 1:
+                scratch.append(target)
+            if plan.packs:
+                packed = scratch_of(f"p{i}", a * d * b * plan.pitch)
+                add(first, f"ks_pack_{i}", _packed(plan, follows=bool(first)), weight, packed)
+                weight = packed
+            x, y = source, target
+            if plan.sorts:
+                x, y = scratch_of(f"s{i}", prod(source.shape)), scratch_of(f"m{i}", prod(target.shape))
+                add(later, f"ks_sort_{i}", sort_kernel(workload.batch * a, c, d, dtype, merge=False), source, x)
+            add(later, f"ks_{i}", multiply_kernel(plan, "multiply"), x, weight, y)
+            if plan.sorts:
+                add(later, f"ks_merge_{i}", sort_kernel(workload.batch * a, b, d, dtype, merge=True), y, target)
+        return Scheduled(tvm.IRModule(funcs), (*first, *later), tuple(scratch))
+
+    def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
+        """Units, waves, useful share of tiles, time of each part of the GPU, a predicted time. Of a chain: times are sums."""
+        assert isinstance(workload, KSMatmul)
+        plans = self.plans(workload, config, device)
+        parts = [{**parts_us(p, device), "predicted_us": predicted_us(p, device)} for p in plans]
+        p = plans[0]
+        waves = p.units / p.blocks
+        useful = p.workload.m * p.workload.n / (p.tiles * p.block_m * p.block_n)
+        return {
+            **{name: sum(part[name] for part in parts) for name in parts[0]},
+            "units": float(p.units),
+            "waves": waves,
+            "useful_share": useful,
+            "shared_kb": p.shared_bytes / 1024,
+            "sums": float(p.sums),
+            "bytes_in_flight": float(p.stages * p.stage_bytes),
+        }
+
+    def plans(self, workload: KSMatmul, config: Config, device: Device) -> list[TilePlan]:
+        """The plan of each factor. Raises InvalidConfig."""
+        return [plan_tile(workload, pattern, config, device) for pattern in workload.patterns]
+
+
+def _fitting(knob: Knob, w: KSMatmul) -> Knob:
+    """The knob with the values that can matter for this workload."""
+    wide = max(b for _, b, _, _ in w.patterns)
+    extent = {"block_m": w.batch if w.batch_first else wide, "block_n": wide if w.batch_first else w.batch}.get(knob.name)
+    return Knob(knob.name, tuple(v for v in knob.values if extent is None or fits(int(v), extent)), knob.help)
+
+
+def _too_small(b: int, c: int, batch_first: bool) -> str | None:
+    """One line where other schedules were faster."""
+    if min(b, c) < LEAST:
+        return f"blocks smaller than {LEAST} x {LEAST} leave tiles empty"
+    least_b, least_c, least = LEAST_LAST
+    if batch_first or (b >= least_b and c >= least_c and max(b, c) >= least):
+        return None
+    return f"in batch_last, other schedules are faster where b < {least_b}, c < {least_c} or both < {least}"
+
+
+def _packed(plan: TilePlan, follows: bool) -> Any:
+    """The launch that packs weights; follows: not the first one."""
+    a, b, c, d = plan.pattern
+    dtype, pitch = plan.workload.a_dtype, plan.pitch
+    if pitch == c:
+        return sort_kernel(a * b, c, d, dtype, merge=False)
+
+    def at(index: Any) -> tuple[Any, Any, Any, Any]:
+        return index // (pitch * d * b), index // (pitch * d) % b, index % pitch, index // pitch % d
+
+    return pack_kernel(plan.pattern, dtype, a * d * b * pitch, Packing(at, (b, pitch, d)), early=True, follows=follows)

@@ -1,0 +1,118 @@
+"""The products of a Kronecker-sparse factor by TMA and wgmma: the dense Gemm's program over all slices (i, l), in one launch.
+
+    batch_last     rows of the tile: outputs j, columns: samples.  A = weights, k the fast axis; B = X, samples the fast axis
+    batch_first    rows of the tile: samples, columns: outputs j.  A = X, B = weights, both with k as the fast axis
+
+A box of X in batch_last is 64 samples (128 bytes) of 64 steps of k; wgmma reads it transposed ("MN-major").
+
+Read first: `KSTileKernel.place`, `KSTileKernel.fetch`; gemm_dense_wgmma_kernel.py for the rest of the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kronsched.schedules.gemm_dense_wgmma_kernel import WgmmaKernel
+from kronsched.schedules.gemm_dense_wgmma_mainloop import evaluate
+from kronsched.schedules.gemm_dense_wgmma_plan import PANEL_BYTES, ROW_BYTES
+from kronsched.schedules.gemm_dense_wgmma_store import Store
+from kronsched.schedules.ks_tile_plan import ITEM, TensorView, TilePlan
+
+LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+STORE = "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group"
+
+
+def multiply_kernel(plan: TilePlan, name: str) -> Any:
+    """The PrimFunc over flat x, w and y, laid out as `plan.data` and `plan.weights` say."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as I
+
+    _, b, c, _ = plan.pattern
+    dtype, wide = plan.workload.a_dtype, plan.panel_columns
+    views = {"x": plan.data(c), "w": plan.weights, "y": plan.data(b)}
+    boxes = {"x": (plan.block_k, plan.block_m), "w": (plan.block_k, plan.block_n), "y": (wide, 64)}
+    if not plan.batch_first:
+        boxes |= {"x": (wide, plan.block_k), "w": (plan.block_k, plan.block_m)}
+    with IRBuilder() as builder:
+        with I.prim_func():
+            I.func_name(name)
+            tensors = {n: I.arg(n, I.buffer((_elements(views[n]),), dtype)) for n in views}
+            maps = {n: _tensor_map(tensors[n], n, dtype, views[n], boxes[n]) for n in views}
+            I.device_entry()
+            with I.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}):
+                KSTileKernel(plan, tensors, tensors["y"], maps).emit()
+        return builder.get()
+
+
+def _elements(view: TensorView) -> int:
+    """Elements of the whole tensor: of its slowest axis."""
+    return max(extent * stride for extent, stride in zip(view.extents[1:], view.strides, strict=True))
+
+
+def _tensor_map(tensor: Any, name: str, dtype: str, view: TensorView, box: tuple[int, int]) -> Any:
+    """A tensor map with 128B-swizzled boxes of one slice, encoded on the host side."""
+    from tvm.script import tirx as T
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as I
+
+    from kronsched.runtime.tensor_map import ENCODE
+
+    handle = IRBuilder.name(f"{name}_map", I.Bind(T.tvm_stack_alloca("tensormap", 1), var=T.handle("tensormap")))
+    strides, l2 = (s * ITEM for s in view.strides), 0 if name == "y" else 3
+    I.evaluate(T.call_packed(ENCODE, handle, dtype, 4, tensor.data, *view.extents, *strides, *box, 1, 1, 1, 1, 1, 1, 0, 3, l2, 0))
+    return handle
+
+
+class _Store(Store):
+    """Stores panels to the slice `part` of Y."""
+
+    plan: TilePlan
+
+    def _send(self, panel: Any, row: Any, column: Any, part: Any) -> None:
+        from tvm.script import tirx as T
+        from tvm.tirx.script.builder import ir as I
+
+        d = self.plan.pattern[3]
+        I.evaluate(T.ptx[STORE](T.address_of(self.y_map), column, row, part % d, part // d, panel))
+
+
+class KSTileKernel(WgmmaKernel):
+    """A kernel under construction; `part` is the slice i·d + l."""
+
+    plan: TilePlan
+    store = _Store
+
+    def __init__(self, plan: TilePlan, tensors: dict[str, Any], y: Any, maps: dict[str, Any]) -> None:
+        """Take the kernel's parts."""
+        super().__init__(plan, tensors, y, maps)
+        self.k_major = plan.batch_first
+
+    def place(self, n: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """(first row, first column, slice, first trip, trips) of this block's n-th unit, in the order of `TilePlan.place`."""
+        from tvm.script.ir_builder import IRBuilder
+        from tvm.tirx.script.builder import ir as I
+
+        plan, name = self.plan, IRBuilder.name
+        unit = name("unit", I.Bind(self.worker + n * plan.workers))
+        row, column, part = plan.place(unit)
+        row, column = name("row", I.Bind(row * plan.block_m)), name("column", I.Bind(column * plan.block_n))
+        part = name("part", I.Bind(part))
+        return row, column, part, 0, plan.trips
+
+    def fetch(self, at: Any, full: Any, row: Any, column: Any, part: Any, k: Any) -> None:
+        """Copy what a stage holds: rows first, then columns; in batch_last these come 64 samples at a time."""
+        plan = self.plan
+        columns = at + plan.block_m * ROW_BYTES
+        if plan.batch_first:
+            self._load("x", at, full, (k, row), part)
+            self._load("w", columns, full, (k, column), part)
+            return
+        self._load("w", at, full, (k, row), part)
+        for i in range(plan.block_n // plan.panel_columns):
+            self._load("x", columns + i * PANEL_BYTES, full, (column + i * plan.panel_columns, k), part)
+
+    def _load(self, name: str, at: Any, full: Any, place: tuple[Any, Any], part: Any) -> None:
+        from tvm.script import tirx as T
+
+        d = self.plan.pattern[3]
+        evaluate(T.ptx[LOAD](self._at(at), T.address_of(self.maps[name]), *place, part % d, part // d, full))
