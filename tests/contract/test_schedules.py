@@ -88,6 +88,7 @@ class TestGemmW4A16Wgmma(CudaScheduleBattery):
 
     name = "gemm_w4a16_wgmma"
     random_configs = 1
+    quick = 2
 
     def workloads(self) -> Sequence[Workload]:
         return [

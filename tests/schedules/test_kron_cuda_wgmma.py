@@ -137,8 +137,18 @@ def test_what_it_does_not_serve() -> None:
     [
         (KronMatmul(3, [(64, 64)] * 2), {"pair": True, "groups": 2, "stages": 2, "per_sm": 1}, "reverse"),
         (KronMatmul(2, [(64, 64)] * 2), {"pair": False, "groups": 1, "stages": 1, "per_sm": 1}, "random"),
-        (KronMatmul(1, [(128, 128), (64, 64)]), {"pair": False, "groups": 1, "stages": 3, "per_sm": 1}, "forward"),
-        (KronMatmul(64, [(128, 128)]), {"pair": False, "groups": 2, "stages": 2, "per_sm": 1}, "reverse"),
+        pytest.param(
+            KronMatmul(1, [(128, 128), (64, 64)]),
+            {"pair": False, "groups": 1, "stages": 3, "per_sm": 1},
+            "forward",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            KronMatmul(64, [(128, 128)]),
+            {"pair": False, "groups": 2, "stages": 2, "per_sm": 1},
+            "reverse",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_emitted_kernels_are_right(workload: KronMatmul, config: dict[str, int], order: str) -> None:

@@ -174,7 +174,11 @@ def test_batch_last_by_wgmma(pattern: Any, dtype: str, change: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("layout", "weights"),
-    [("batch_first", "resident"), ("batch_last", "stream"), pytest.param("batch_first", "gather", marks=pytest.mark.slow)],
+    [
+        ("batch_first", "resident"),
+        pytest.param("batch_last", "stream", marks=pytest.mark.slow),
+        pytest.param("batch_first", "gather", marks=pytest.mark.slow),
+    ],
 )
 def test_factors_of_a_chain_overlap(layout: str, weights: str) -> None:
     w = KSMatmul(64, ((3, 16, 32, 1), (1, 24, 24, 2)), "float16", layout)
@@ -271,8 +275,29 @@ def test_every_pattern_of_the_grid_has_a_default(layout: str, dtype: str) -> Non
         assert features["predicted_us"] >= features["roofline_us"] > 0
 
 
+@pytest.mark.parametrize("pattern", [(8, 384, 96, 16), (3, 96, 96, 1)])
+def test_kernels_of_a_kind_seen_wrong_on_a_gpu_are_refused(pattern: Any) -> None:
+    w, schedule = KSMatmul(25088, pattern, "float32", "batch_last"), KSCudaMmaLast()
+    seen = {
+        **LAST,
+        **WARPGROUP,
+        "mj": 6,
+        "warps_j": 2,
+        "warps_n": 4,
+        "ksteps": 4,
+        "stages": 4,
+        "weights": "resident",
+        "vector": 16,
+    }
+    seen = {k: v for k, v in {**seen, "units": 1, "min_blocks": 1, "waves": 1}.items() if k != "warps_m"}
+    assert "seen wrong" in str(schedule.space(w, H200).invalid(seen))
+    default = schedule.default_config(w, H200)
+    assert schedule.space(w, H200).invalid(default) is None
+    assert {k: default[k] for k in ("mj", "ksteps", "vector")} != {"mj": 6, "ksteps": 4, "vector": 16}
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("layout", ["batch_first", "batch_last"])
+@pytest.mark.parametrize("layout", [pytest.param("batch_first", marks=pytest.mark.slow), "batch_last"])
 def test_defaults_of_large_shapes_compile_without_spills(dtype: str, layout: str, tmp_path: Path) -> None:
     schedule: KSTensorCore = KSCudaMma() if layout == "batch_first" else KSCudaMmaLast()
     for n, pattern in enumerate([(4, 64, 64, 4), (1, 768, 192, 2)]):

@@ -50,6 +50,7 @@ def test_what_is_not_served_is_said() -> None:
     assert "layout" in str(SCHEDULE.supports(KSMatmul(64, (2, 64, 64, 2), layout="batch_last"), H200))
 
 
+@pytest.mark.slow
 def test_launches_overlap_where_the_gpu_can() -> None:
     w = KSMatmul(64, ((1, 24, 48, 4), (2, 24, 12, 4)))
     launches = SCHEDULE.apply(w, CONFIG, H200).launches
