@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from kronsched.bench.versus_worker import OURS, PEER
-from kronsched.errors import ArgumentError
+from kronsched.errors import ArgumentError, UnsupportedError
+from kronsched.hardware import resolve_target
 
 if TYPE_CHECKING:
     from kronsched.workloads.base import Workload
@@ -135,7 +136,7 @@ def versus(
 
     repaired: see `peer_metaschedule`.  builders: processes of each side, None for the cores.  warm_start: whether ours may use
     logs of other shapes; MetaSchedule has none.  peer_options: batch and population of `MetaSchedulePeer`.
-    Raises ArgumentError; a side that fails has its reason in `Side.error`.
+    Raises ArgumentError, and UnsupportedError for a device that is not here; a side that fails has its reason in `Side.error`.
     """
     if seconds is None and trials is None:
         raise ArgumentError("seconds=None is not allowed without trials: say how long, or how many, each side may tune")
@@ -143,6 +144,8 @@ def versus(
         raise ArgumentError(f"seconds={seconds} is not allowed: a number in (0, {MOST_SECONDS:g}] is needed")
     if trials is not None and trials < 1:
         raise ArgumentError(f"trials={trials} is not allowed: an int ≥ 1 is needed")
+    if not (device := resolve_target(target)).present:
+        raise UnsupportedError(f"target={device.name!r} is not on this machine: nothing can be measured")
     matches = []
     for workload in workloads:
         job = {

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kronsched.records import TuningRecord
     from kronsched.workloads.base import Workload
 
+MOST_LISTED = 12
+"""Keys that an error lists."""
+
 key_option = click.Option(
     ["--key"], default=None, metavar="KEY", help="Only the workload of this key, or of what a key begins with; `show` lists keys."
 )
@@ -32,7 +35,9 @@ def only_key(records: Sequence[TuningRecord], key: str | None) -> list[TuningRec
     found = [known for known in keys if known == key] or [known for known in keys if known.startswith(key)]
     if len(found) != 1:
         what = "no workload of the log" if not found else f"{len(found)} workloads of the log"
-        raise ArgumentError(f"key={key!r} names {what}: choose one of {', '.join(found or keys) or 'none, the log is empty'}")
+        choices = found or list(keys)
+        listed = ", ".join(choices[:MOST_LISTED]) + (f", … ({len(choices)} in all)" if len(choices) > MOST_LISTED else "")
+        raise ArgumentError(f"key={key!r} names {what}: choose one of {listed or 'none, the log is empty'}")
     return [record for record in records if record.workload_key == found[0]]
 
 

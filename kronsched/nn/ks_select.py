@@ -183,7 +183,7 @@ def read_table(path: Path) -> tuple[str, list[Entry]]:
         return str(data["device"]), [_entry(item) for item in data["entries"]]
     except OSError as e:
         raise RecordError(f"table {str(path)!r} cannot be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:  # ArgumentError is a ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:  # ArgumentError is a ValueError
         raise RecordError(f"table {str(path)!r} is damaged: {type(e).__name__}: {e}") from None
 
 
@@ -192,8 +192,8 @@ def _entry(item: Mapping[str, Any]) -> Entry:
     assert isinstance(workload, KSMatmul)
     kernel = item["kernel_us"]
     times = {str(name): float(us) for name, us in item["library_us"].items()}
-    if not all(us > 0 for us in (*times.values(), 1.0 if kernel is None else float(kernel))):
-        raise ValueError("a time is not above 0")
+    if not all(1e-3 < us < 1e12 for us in (*times.values(), 1.0 if kernel is None else float(kernel))):
+        raise ValueError("a time is not between 0.001 and 1e12 µs")
     return Entry(workload, None if kernel is None else float(kernel), times)
 
 

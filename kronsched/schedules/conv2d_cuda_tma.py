@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.base import Launch, Schedule, Scheduled
-from kronsched.schedules.conv2d_fold import fold_program, pair_of
+from kronsched.schedules.conv2d_fold import fold_program
 from kronsched.schedules.conv2d_tma_estimate import estimated_us
 from kronsched.schedules.conv2d_tma_kernel import tma_program
-from kronsched.schedules.conv2d_tma_plan import MAX_SUMS, check_depth, chunk_width, computed, plan_tma, tma_features, why_not
+from kronsched.schedules.conv2d_tma_plan import (
+    MAX_SUMS,
+    check_depth,
+    chunk_width,
+    computed,
+    paired,
+    plan_tma,
+    tma_features,
+    why_not,
+)
 from kronsched.space import Config, Knob, SearchSpace, load_knobs
 from kronsched.workloads.base import Workload
 from kronsched.workloads.conv2d import Conv2d
@@ -126,8 +135,8 @@ def _merit(conv: Conv2d, config: Config, device: Device) -> tuple[float, ...]:
 
 def _fitting(knob: Knob, conv: Conv2d) -> Knob:
     """The knob less the values that are valid in no config of this shape."""
-    paired = pair_of(conv)
-    layers = [computed(conv)[0]] + ([paired.folded] if paired else [])
+    pairs = paired(conv)
+    layers = [computed(conv)[0]] + ([pairs.folded] if pairs else [])
     chunks = [c.kernel[0] * c.kernel[1] * (c.c_in * DTYPES[c.in_dtype].itemsize // (chunk_width(c) or 1)) for c in layers]
     c_out, pixels = max(c.c_out for c in layers), layers[0].pixels
 
@@ -141,7 +150,7 @@ def _fitting(knob: Knob, conv: Conv2d) -> Knob:
         if knob.name == "split":
             return int(value) <= max(chunks)
         if knob.name == "pair":
-            return not value or paired is not None
+            return not value or pairs is not None
         return True
 
     return Knob(knob.name, tuple(v for v in knob.values if fits(v)), knob.help)

@@ -230,9 +230,14 @@ def chunk_width(conv: Conv2d) -> int:
     return next((width for width in _WIDTHS if size % width == 0), 0)
 
 
+def paired(conv: Conv2d) -> Fold | None:
+    """The layer folded by pairs; None where that is no use, or where x has so few channels that it needs a fold of its own."""
+    return pair_of(conv) if chunk_width(conv) else None
+
+
 def computed(conv: Conv2d, pair: bool = False) -> tuple[Conv2d, Fold | None]:
     """The layer itself, or folded where a pixel's channels are too few, or by pairs."""
-    fold = pair_of(conv) if pair else None if chunk_width(conv) else fold_of(conv)
+    fold = paired(conv) if pair else None if chunk_width(conv) else fold_of(conv)
     return (conv, None) if fold is None else (fold.folded, fold)
 
 
@@ -261,7 +266,7 @@ def plan_tma(conv: Conv2d, config: Config, device: Device) -> TmaPlan:
     """The plan of a config. Raises InvalidConfig with one line."""
     names = ("block_m", "block_n", "row_groups", "col_groups", "stages", "depth", "split", "per_sm")
     pair = bool(config["pair"])
-    if pair and pair_of(conv) is None:
+    if pair and paired(conv) is None:
         raise InvalidConfig("pair=True: it folds an even number of outputs a line, of few channels, whose windows overlap")
     conv, fold = computed(conv, pair)
     block_m, block_n, row_groups, col_groups, stages, depth, split, per_sm = (int(config[name]) for name in names)

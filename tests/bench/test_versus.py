@@ -71,6 +71,11 @@ def test_a_side_that_cannot_serve_the_workload_says_so() -> None:
     assert side.error == "MetaSchedule has tensor intrinsics for int8 and float16, not for bfloat16"
 
 
+def test_a_device_that_is_not_here_is_refused_at_once() -> None:
+    with pytest.raises(UnsupportedError, match="not on this machine"):
+        versus([TINY, TINY], seconds=1.0, target="nvidia/h200")
+
+
 @pytest.mark.parametrize(("named", "said"), [({}, "seconds=None"), ({"seconds": 0.0}, "seconds=0"), ({"trials": 0}, "trials=0")])
 def test_bad_budgets_are_refused(named: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):

@@ -90,7 +90,9 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"format": 9}', '{"format": 1, "device": "x", "entries": [{}]}'], ids=["json", "kind", "format", "entry"]
+    "text",
+    ["{", "[]", '{"format": 9}', '{"format": 1, "device": "x", "entries": [{}]}', "[" * 200_000],
+    ids=["json", "kind", "format", "entry", "deep"],
 )
 def test_a_damaged_table_is_one_clear_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "ks.json").write_text(text)
@@ -100,9 +102,10 @@ def test_a_damaged_table_is_one_clear_line(tmp_path: Path, text: str) -> None:
         read_table(tmp_path / "none.json")
 
 
-def test_times_below_0_are_refused(tmp_path: Path) -> None:
-    save_table(tmp_path / "ks.json", "GPU", [_entry(_at(), -1.0, bmm=8.0)])
-    with pytest.raises(RecordError, match="not above 0"):
+@pytest.mark.parametrize("us", [-1.0, 1e-320, float("inf"), 10**400])
+def test_times_that_cannot_be_are_refused(tmp_path: Path, us: float) -> None:
+    save_table(tmp_path / "ks.json", "GPU", [_entry(_at(), us, bmm=8.0)])
+    with pytest.raises(RecordError, match="is damaged"):
         read_table(tmp_path / "ks.json")
 
 

@@ -115,6 +115,16 @@ def test_pairs_that_share_nothing_or_are_not_whole_are_not_folded(change: dict[s
     assert pair_of(replace(Conv2d(2, 56, 56, 64, 64, 3, padding=1), **change)) is None
 
 
+@pytest.mark.parametrize(("c_in", "dtype"), [(3, "int8"), (3, "float16"), (8, "int8")])
+def test_layers_of_few_channels_with_stride_1_have_a_default(c_in: int, dtype: str) -> None:
+    """As VGG's first: their own fold, never pairs."""
+    conv = Conv2d(1, 224, 224, c_in, 64, 3, padding=1, in_dtype=dtype, out_dtype=dtype)
+    if TMA.supports(conv, H200) is None:
+        assert TMA.default_config(conv, H200)["pair"] is False
+    with pytest.raises(InvalidConfig, match="pair=True"):
+        plan(conv, pair=True)
+
+
 @pytest.mark.parametrize(("n", "dtype"), [(8, "int8"), (128, "float16")])
 def test_default_config_of_a_real_layer_has_no_spills(n: int, dtype: str, tmp_path: Path) -> None:
     conv = replace(LAYER, n=n, in_dtype=dtype, out_dtype=dtype, has_scale=None)
