@@ -33,9 +33,12 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "gemm_dense_cpu": "kronsched.schedules.gemm_dense_cpu:GemmDenseCpu",
         "gemm_dense_cuda_mma": "kronsched.schedules.gemm_dense_mma:GemmDenseMma",
         "gemm_int4_cuda": "kronsched.schedules.gemm_int4_cuda:GemmInt4Cuda",
+        "gemm_int4_wgmma": "kronsched.schedules.gemm_int4_wgmma:GemmInt4Wgmma",
         "gemm_dense_wgmma": "kronsched.schedules.gemm_dense_wgmma:GemmDenseWgmma",
         "conv2d_cuda_tma": "kronsched.schedules.conv2d_cuda_tma:Conv2dCudaTma",
+        "conv2d_cuda_window": "kronsched.schedules.conv2d_cuda_window:Conv2dCudaWindow",
         "conv2d_cuda_wgmma": "kronsched.schedules.conv2d_cuda_wgmma:Conv2dCudaWgmma",
+        "conv2d_int4_wgmma": "kronsched.schedules.conv2d_int4_wgmma:Conv2dInt4Wgmma",
         "conv2d_cuda_int4": "kronsched.schedules.conv2d_cuda_int4:Conv2dCudaInt4",
         "conv2d_cuda_mma": "kronsched.schedules.conv2d_cuda_mma:Conv2dCudaMma",
         "gemm_w4a16_cuda": "kronsched.schedules.gemm_w4a16_cuda:GemmW4A16Cuda",
@@ -56,6 +59,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "ks_cuda_mma": "kronsched.schedules.ks_cuda_mma:KSCudaMma",
         "ks_cuda_pair": "kronsched.schedules.ks_cuda_pair:KSCudaPair",
         "ks_cuda_mma_last": "kronsched.schedules.ks_cuda_mma:KSCudaMmaLast",
+        "ks_cuda_each": "kronsched.schedules.ks_cuda_each:KSCudaEach",
+        "ks_cuda_each_last": "kronsched.schedules.ks_cuda_each:KSCudaEachLast",
     },
     "strategies": {
         "distinctive": "kronsched.search.distinctive:Distinctive",
@@ -147,6 +152,17 @@ def schedules_for(workload: Workload, device: Device) -> list[Schedule]:
             if instance.supports(workload, device) is None:
                 found.append(instance)
     return found
+
+
+def not_served(workload: Workload, device: Device) -> str:
+    """One line for when `schedules_for` finds none, with what the schedules for such a device say."""
+    names: dict[str, list[str]] = {}
+    for schedule in schedules_of(workload.family):
+        if schedule.device_kind == device.kind:
+            reason = str(schedule.supports(workload, device)).removeprefix(schedule.name).strip()
+            names.setdefault(reason, []).append(schedule.name)
+    line = f"{workload.label}: no schedule of this version serves it on {device.name} ({device.kind})"
+    return "; ".join([line, *(f"{', '.join(found)}: {reason}" for reason, found in names.items())])
 
 
 def schedules_of(family: str) -> list[Schedule]:

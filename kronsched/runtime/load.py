@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kronsched.records.schema import TuningRecord
 
 
+WITHOUT_EPILOGUE = "config measured without the epilogue"
+"""The origin of a module whose workload was not measured itself."""
 DEFAULT = "default, not measured"
 """The origin of a module of which nothing was measured or predicted."""
 
@@ -45,9 +47,10 @@ def load(
 ) -> TunedModule:
     """Load a module that can be called.
 
-    what: a workload (its best record for this device: the user's logs first, then the shipped ones; without any record the
-    cost model's choice or the schedule's default config, see `choose_config`, and `TunedModule.measured` is False), the path of a
-    tuning log (its best record; `workload` chooses when it holds several), or a directory written by `export`.
+    what: a workload (its best record for this device: the user's logs first, then the shipped ones; of one with an epilogue and
+    no record, the config of the same without it; without any record the cost model's choice or the schedule's default config,
+    see `choose_config`, and `TunedModule.measured` is False), the path of a tuning log (its best record; `workload` chooses when
+    it holds several), or a directory written by `export`.
     device: "auto" (a CUDA GPU if there is one, else this CPU), "cpu", "cuda" or "cuda:N".  compiler: "nvrtc" or "nvcc".
 
     Raises ArgumentError for a path or workload that cannot be used and UnsupportedError when this machine lacks the device.
@@ -73,7 +76,7 @@ def choose_config(workload: Workload, device: Device) -> tuple[str, dict[str, ob
     """
     schedules = registry.schedules_for(workload, device)
     if not schedules:
-        raise UnsupportedError(f"{workload.label}: no schedule of this version serves it on {device.name} ({device.kind})")
+        raise UnsupportedError(registry.not_served(workload, device))
     if len(schedules) == 1 and not _has_model(schedules[0].name):  # then neither xgboost nor the search is imported
         return schedules[0].name, dict(schedules[0].default_config(workload, device)), DEFAULT
     from kronsched.search.predict import predict
@@ -93,6 +96,7 @@ def _has_model(space: str) -> bool:
 
 def _load_workload(workload: Workload, device: Device, compiler: str) -> TunedModule:
     module = _first_that_builds(database.ranked(workload, device), workload, device, compiler, "log")
+    module = module or _from_plain(workload, device, compiler)
     if module is not None:
         return module
     space, config, origin = choose_config(workload, device)
@@ -148,6 +152,19 @@ def _load_directory(path: Path, workload: Workload | None, device: str) -> Tuned
         measured=same and manifest.expected_us is not None,
         origin=f"export {path}" + (f" of {manifest.origin}" if manifest.origin else ""),
     )
+
+
+def _from_plain(workload: Workload, device: Device, compiler: str) -> TunedModule | None:
+    """With the best config that was measured of the same workload without its epilogue and that serves this one as well."""
+    for record in database.ranked(workload.plain, device) if workload.plain != workload else ():
+        try:
+            schedule = registry.schedule(record.space["name"])
+            if schedule.supports(workload, device) is None and schedule.space(workload, device).invalid(record.config) is None:
+                artefact = get_or_build(workload, schedule, record.config, device, compiler)
+                return TunedModule.from_artefact(artefact, device_index=device.index, origin=WITHOUT_EPILOGUE)
+        except (CompileError, InvalidConfig, ArgumentError):
+            continue
+    return None
 
 
 # -- helpers --------------------------------------------------------------------------------------------

@@ -36,6 +36,13 @@ _PLAIN_TYPES = """\
   typedef long long int64_t;
   typedef unsigned long long uint64_t;
 """
+_IS_SAME = """\
+  namespace std {
+    template <class A, class B> constexpr bool is_same_v = false;
+    template <class A> constexpr bool is_same_v<A, A> = true;
+  }
+"""
+"""The one trait that the preamble of 8-bit floats asks for."""
 
 
 def check_compiler(compiler: str) -> None:
@@ -75,9 +82,9 @@ def compile_cuda(source: str, arch: str, compiler: str = "nvrtc") -> Cubin:
 
 
 def slim_preamble(source: str) -> str | None:
-    """The source with libcu++ headers replaced by eight typedefs, or None when it may need more of them than that."""
-    slim, n = _STD_BLOCK.subn(lambda _: _PLAIN_TYPES, source)
-    if n != 1 or "std::" in slim:
+    """The source with libcu++ headers replaced by eight typedefs and a trait, or None when it may need more of them than that."""
+    slim, n = _STD_BLOCK.subn(lambda _: _PLAIN_TYPES + _IS_SAME, source)
+    if n != 1 or "std::" in slim.replace("std::is_same_v<", ""):
         return None
     return slim
 

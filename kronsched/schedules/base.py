@@ -77,6 +77,10 @@ class Schedule(abc.ABC):
         """None when this schedule can serve the workload, else one line saying why not."""
         return None
 
+    def expected_us(self, workload: Workload, config: Config, device: Device) -> float | None:
+        """What a config is expected to take, in microseconds, by a model of the schedule's own; None where there is none."""
+        return None
+
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Features for the cost model beyond the knobs: tile and wave counts, occupancy, bytes a level..."""
         return {}

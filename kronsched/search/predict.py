@@ -17,7 +17,7 @@ from kronsched.cost_model.xgb import XgbModel
 from kronsched.errors import InvalidConfig, UnsupportedError
 from kronsched.runtime.load import DEFAULT
 from kronsched.search.distinctive import Distinctive
-from kronsched.space import Candidate, SearchSpace
+from kronsched.space import Candidate, Config, SearchSpace
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -50,8 +50,9 @@ def predict(workload: Workload, device: Device, schedules: Sequence[Schedule], s
     """The choice among the schedules that serve a workload, by the time expected of each.
 
     With a model: the roofline time of the workload, over the share of it that the schedule's best reached on the nearest known
-    shapes, times how much slower than that best the choice should be. Without one: the default config, at the schedule's
-    `untuned_share` of the roofline, and the time of a launch. A schedule that cannot build its default here is passed over.
+    shapes, times how much slower than that best the choice should be. Without one: the default config, at what the schedule
+    expects of it, or else at its `untuned_share` of the roofline and the time of a launch.
+    A schedule that cannot build its default here is passed over.
     """
     found = [p for s in schedules if (p := _predict_one(s, workload, device, seed) or _guess(s, workload, device)) is not None]
     if not found:
@@ -66,15 +67,20 @@ def _guess(schedule: Schedule, workload: Workload, device: Device) -> Prediction
     except InvalidConfig as e:
         warnings.warn(f"{schedule.name} is passed over: {e}", stacklevel=3)
         return None
-    return Prediction(schedule, default, DEFAULT, guessed_us(schedule, workload, device))
+    return Prediction(schedule, default, DEFAULT, guessed_us(schedule, workload, device, default.config))
 
 
-def guessed_us(schedule: Schedule, workload: Workload, device: Device) -> float:
-    """What the default config of a schedule may take where no model knows; infinite on a device whose rates are not known."""
+def guessed_us(schedule: Schedule, workload: Workload, device: Device, config: Config | None = None) -> float:
+    """What the default config of a schedule may take where no cost model knows; infinite where the device's rates are not known.
+
+    config: the default config, where it is at hand.
+    """
     from kronsched.hardware import floor_us
 
     if not (device.bandwidth_gbs > 0 and "float32" in device.peak_gflops):
         return math.inf
+    if config is not None and (us := schedule.expected_us(workload, config, device)) is not None:
+        return us
     return floor_us(workload, device) / schedule.untuned_share + LAUNCH_US
 
 

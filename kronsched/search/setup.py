@@ -108,7 +108,7 @@ def plan_for(
     device = resolve_target(target) if not isinstance(target, Device) else target
     schedules = registry.schedules_for(workload, device)
     if not schedules:
-        raise UnsupportedError(f"{workload.label}: no schedule of this version serves it on {device.name} ({device.kind})")
+        raise UnsupportedError(registry.not_served(workload, device))
     spaces = _spaces(schedules, workload, device, override)
     if objective == "energy" and device.kind != "cuda" and not measuring:
         raise UnsupportedError(f"objective='energy' is not supported on {device.name}: only NVIDIA GPUs have a counter")

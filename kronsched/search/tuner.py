@@ -315,7 +315,7 @@ def _expected_us(plan: Plan, arm: Arm) -> float:
     if arm.default is None:
         return float("inf")
     if not isinstance(model, XgbModel) or not isinstance(model.prior, Prior):
-        return guessed_us(arm.schedule, plan.workload, plan.device)
+        return guessed_us(arm.schedule, plan.workload, plan.device, arm.default.config)
     first = predict_best(arm.space, model, arm.default, n=1)[0]
     return expected_us(plan.workload, plan.device, model.prior, model, first)
 

@@ -96,6 +96,11 @@ class Workload(abc.ABC):
         return 1.0
 
     @property
+    def plain(self) -> Workload:
+        """The same without an epilogue: its records have configs for this one. Itself where there is none."""
+        return self
+
+    @property
     @abc.abstractmethod
     def label(self) -> str:
         """One short human-readable line, such as "kron m=1024 8x8^5 float16"."""

@@ -41,7 +41,7 @@ class TestKronCpu(ScheduleBattery):
 
 class TestKronCudaSimt(CudaScheduleBattery):
     name = "kron_cuda_simt"
-    quick = 9
+    quick = 8
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -71,7 +71,7 @@ class TestGemmW4A16Cuda(CudaScheduleBattery):
     """A tile program: it runs in the emulator, the others' serial form being out of reach."""
 
     name = "gemm_w4a16_cuda"
-    quick = 4
+    quick = 3
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -88,7 +88,7 @@ class TestGemmW4A16Wgmma(CudaScheduleBattery):
 
     name = "gemm_w4a16_wgmma"
     random_configs = 1
-    quick = 2
+    quick = 1
 
     def workloads(self) -> Sequence[Workload]:
         return [
@@ -155,7 +155,7 @@ class TestKronCudaMma(CudaScheduleBattery):
     """Tile programs on tensor cores: run in the emulator."""
 
     name = "kron_cuda_mma"
-    quick = 8
+    quick = 7
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -233,7 +233,7 @@ KS = [
 
 class TestKSCpu(ScheduleBattery):
     name = "ks_cpu"
-    quick = 12
+    quick = 7
 
     def workloads(self) -> Sequence[Workload]:
         return KS
@@ -241,7 +241,7 @@ class TestKSCpu(ScheduleBattery):
 
 class TestKSCudaSimt(CudaScheduleBattery):
     name = "ks_cuda_simt"
-    quick = 9
+    quick = 6
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -252,7 +252,7 @@ class TestKSCudaMma(CudaScheduleBattery):
     """A tile program on tensor cores: it runs in the emulator."""
 
     name = "ks_cuda_mma"
-    quick = 5
+    quick = 4
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -274,6 +274,14 @@ class TestKSCudaPair(TestKSCudaMma):
 
     def workloads(self) -> Sequence[Workload]:
         return [KSMatmul(37, [(2, 8, 16, 1), (1, 8, 16, 1)], "bfloat16")]
+
+
+class TestKSCudaEach(TestKSCudaMma):
+    name = "ks_cuda_each"
+    quick = None
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KSMatmul(37, [(2, 8, 16, 1), (1, 8, 16, 1)], "bfloat16", bias=True, activation="relu")]
 
 
 class TestKSCudaTma(TestKSCudaMma):
@@ -387,6 +395,10 @@ class TestConv2dCudaInt4(TestConv2dCudaMma):
         return FOUR_BIT
 
 
+class TestConv2dInt4Wgmma(TestConv2dCudaInt4):
+    name = "conv2d_int4_wgmma"
+
+
 class TestGemmInt4Cuda(TestConv2dCudaMma):
     name = "gemm_int4_cuda"
     quick = 1
@@ -395,11 +407,29 @@ class TestGemmInt4Cuda(TestConv2dCudaMma):
         return [Gemm(70, 40, 136, "int4", "int4"), Gemm(3, 18, 34, "int4", "int4")]
 
 
+class TestGemmInt4Wgmma(TestGemmInt4Cuda):
+    name = "gemm_int4_wgmma"
+
+    def workloads(self) -> Sequence[Workload]:
+        return [Gemm(70, 41, 136, "int4", "int4"), Gemm(3, 18, 34, "int4", "int4")]
+
+
 class TestConv2dCudaWgmma(TestConv2dCudaMma):
     name = "conv2d_cuda_wgmma"
 
     def workloads(self) -> Sequence[Workload]:
         return CONV
+
+
+class TestConv2dCudaWindow(TestConv2dCudaMma):
+    name = "conv2d_cuda_window"
+    quick = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            Conv2d(2, 9, 9, 64, 48, 3, padding=1, has_bias=True, relu=True),
+            Conv2d(1, 8, 8, 32, 80, (3, 1), padding=(1, 0), dilation=2, in_dtype="float16", has_scale=True, has_bias=True),
+        ]
 
 
 class TestConv2dCudaTma(TestConv2dCudaMma):

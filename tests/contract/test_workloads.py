@@ -178,6 +178,8 @@ class TestKS(WorkloadBattery):
             KSMatmul(9, (4, 7, 1, 2), layout="batch_last"),
             KSMatmul(3, [(4, 2, 2, 1), (2, 2, 2, 2), (1, 2, 2, 4)], "float64"),
             KSMatmul(25088, (6, 64, 64, 1), "float16"),
+            KSMatmul(6, (2, 5, 4, 3), "float16", bias=True, activation="gelu", residual=True),
+            KSMatmul(5, [(6, 4, 8, 1), (1, 12, 12, 2)], "float64", "batch_last", bias=True, activation="silu"),
         ]
 
     def bad_fields(self) -> Sequence[tuple[Mapping[str, Any], str]]:
@@ -200,12 +202,16 @@ class TestKS(WorkloadBattery):
             ({**good, "dtype": "complex64"}, "dtype='complex64'"),
             ({**good, "layout": "first"}, "layout='first'"),
             ({**good, "layout": None}, "layout=None"),
+            ({**good, "bias": 1}, "bias=1"),
+            ({**good, "activation": "tanh"}, "activation='tanh'"),
+            ({**good, "residual": None}, "residual=None"),
         ]
 
     def dense(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         assert isinstance(workload, KSMatmul)
-        y = inputs[0].double() if workload.batch_first else inputs[0].double().T
-        for (a, b, c, d), w in zip(workload.patterns, inputs[1:], strict=True):
+        x, weights, bias, residual = workload.parts(inputs)
+        y = x.double() if workload.batch_first else x.double().T
+        for (a, b, c, d), w in zip(workload.patterns, weights, strict=True):
             if a * b * d * a * c * d > 4_000_000:
                 return None
             k = torch.zeros(a, b, d, a, c, d, dtype=torch.float64)
@@ -213,7 +219,11 @@ class TestKS(WorkloadBattery):
                 for inner in range(d):
                     k[i, :, inner, i, :, inner] = w[i, :, :, inner].double()
             y = y @ k.reshape(a * b * d, a * c * d).T
-        return y if workload.batch_first else y.T
+        y = y if bias is None else y + bias.double()
+        if workload.activation is not None:
+            y = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[workload.activation](y)
+        y = y if workload.batch_first else y.T
+        return y if residual is None else y + residual.double()
 
 
 class TestConv2d(WorkloadBattery):

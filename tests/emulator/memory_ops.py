@@ -162,6 +162,8 @@ def _bulk(c: Ctx) -> str:
         return "emu::bulk_commit();"
     if c.has("wait_group"):
         return f"emu::bulk_wait((unsigned)({c.bits(c.ops[0])}));"
+    if c.has("prefetch"):
+        return ";"
     if c.has("tensor"):
         return _tensor(c)
     spaces = [p for p in c.parts if p in ("global", "shared::cta", "shared::cluster", "shared")]
@@ -169,6 +171,8 @@ def _bulk(c: Ctx) -> str:
     rest = [p for p in c.parts[3:] if p not in spaces]
     if len(spaces) == 2 and spaces[1] == "global" and rest == ["mbarrier::complete_tx::bytes"] and len(c.ops) == 4:
         return f"emu::bulk_load({addresses}, {c.address(c.ops[3])}, {c.what});"
+    if spaces == ["shared::cluster", "shared::cta"] and rest == ["mbarrier::complete_tx::bytes"] and len(c.ops) == 4:
+        return f"emu::bulk_send({addresses}, {c.address(c.ops[3])}, {c.what});"
     if len(spaces) == 2 and spaces[0] == "global" and rest == ["bulk_group"] and len(c.ops) == 3:
         return f"emu::bulk_store({addresses}, {c.what});"
     raise c.refuse()
@@ -180,6 +184,9 @@ def _tensor(c: Ctx) -> str:
     In im2col mode, {offset along w, offset along h} of the kernel's tap follow.
     """
     opcode = c.instruction.opcode.removeprefix("cp.async.bulk.tensor.")
+    if opcode.endswith(".L2::cache_hint"):
+        opcode = opcode.removesuffix(".L2::cache_hint")
+        c.ops.pop()
     ends = r"\.mbarrier::complete_tx::bytes(\.multicast::cluster)?"
     im2col = re.fullmatch(r"(4)d\.shared::(?:cluster|cta)\.global\.im2col" + ends, opcode)
     load = im2col or re.fullmatch(r"([1-5])d\.shared::(?:cluster|cta)\.global(?:\.tile)?" + ends, opcode)

@@ -51,8 +51,8 @@ def _text(name: str, y: str = _Y, wait: str = _WAIT, out: str = _COPY, shift: in
     return _KERNEL.format(name=name, y=y, wait=wait, out=out, shift=shift, bytes=nbytes)
 
 
-# A cluster of two blocks: the first sends the box to both; each waits, copies its own shared memory to its half of y, and tells
-# the other by a remote arrival that it is done.
+# A cluster of two blocks: the first sends the box to both, at once or (`_SEND`) by a copy from its own shared memory to the
+# other's; each waits, copies its own shared memory to its half of y, and tells the other by a remote arrival that it is done.
 _CLUSTER = """
 extern "C" __global__ void {name}(const __grid_constant__ CUtensorMap x_map, unsigned char* y, int* at) {{
   extern __shared__ __align__(1024) unsigned char s[];
@@ -66,11 +66,12 @@ extern "C" __global__ void {name}(const __grid_constant__ CUtensorMap x_map, uns
   }}
   {meet}
   if (t == 0 && rank == 0)
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {{%2, %3}}], [%4], %5;"
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{multicast} "
+      "[%0], [%1, {{%2, %3}}], [%4]{blocks};"
       :: "r"(base), "l"(&x_map), "r"(at[0]), "r"(at[1]), "r"(full), "h"((unsigned short)3) : "memory");
   unsigned b = full;
   {wait}
+  {send}
   for (int i = t; i < 1024; i += 128) y[rank * 1024 + i] = s[i];
   if (t == 0) {{
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(done), "r"({other}));
@@ -83,8 +84,18 @@ extern "C" __global__ void {name}(const __grid_constant__ CUtensorMap x_map, uns
 _MEET = 'asm volatile("barrier.cluster.arrive.aligned;"); asm volatile("barrier.cluster.wait.aligned;");'
 
 
-def _cluster(name: str, meet: str = _MEET, other: str = "1 - rank") -> str:
-    return _CLUSTER.format(name=name, meet=meet, other=other, wait=_WAIT)
+_SEND = """if (t == 0 && rank == 0) {
+    unsigned there, bar;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(base), "r"(1));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bar) : "r"(full), "r"(1));
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :: "r"(there), "r"(base), "r"(1024), "r"(bar) : "memory");
+  }"""
+
+
+def _cluster(name: str, meet: str = _MEET, other: str = "1 - rank", send: str = "") -> str:
+    many = {"multicast": "", "blocks": ""} if send else {"multicast": ".multicast::cluster", "blocks": ", %5"}
+    return _CLUSTER.format(name=name, meet=meet, other=other, wait=_WAIT, send=send, **many)
 
 
 SOURCE = (
@@ -97,6 +108,8 @@ SOURCE = (
     + _text("store", _Y_MAP, out=_STORE.replace("FLUSH", _FLUSH))
     + _text("store_no_wait", _Y_MAP, out=_STORE.replace("FLUSH", ""))
     + _cluster("multicast")
+    + _cluster("sent", send=_SEND)
+    + _cluster("sent_too_much", send=_SEND.replace("1024", "1056"))
     + _cluster("multicast_too_early", meet="")
     + _cluster("arrives_at_itself", other="0")
     + _cluster("arrives_outside", other="2")
@@ -184,8 +197,9 @@ def run_cluster(name: str, order: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_box_is_sent_to_every_block_of_a_cluster(order: str) -> None:
-    for half in run_cluster("multicast", order):
+@pytest.mark.parametrize("how", ["multicast", "sent"])
+def test_a_box_is_sent_to_every_block_of_a_cluster(how: str, order: str) -> None:
+    for half in run_cluster(how, order):
         assert np.array_equal(half.view(np.int16).reshape(BOX[1], BOX[0]), box((3, 5)))
 
 
@@ -195,6 +209,7 @@ def test_a_box_is_sent_to_every_block_of_a_cluster(order: str) -> None:
         ("multicast_too_early", "was not initialised"),
         ("arrives_at_itself", "more arrivals than|mbarrier.try_wait"),
         ("arrives_outside", "of block 2 of a cluster of 2"),
+        ("sent_too_much", "shared memory"),
     ],
 )
 def test_faults_of_clusters_are_errors(name: str, says: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from kronsched import KronMatmul
+from kronsched import KronMatmul, registry
 from kronsched.errors import ArgumentError, CompileError, UnsupportedError
 from kronsched.runtime import nvrtc
 from kronsched.runtime.lower import lower
+from kronsched.workloads.conv2d import Conv2d
 from tests.runtime.runtime_toys import H200, OneKernel, TwoStagesCuda, W
 
 SPILLS = """
@@ -74,6 +75,22 @@ def test_source_that_needs_the_full_preamble_gets_it(source: str) -> None:
     with pytest.raises(CompileError, match="INT32_MAX"):
         nvrtc._nvrtc(slim, "sm_90a")
     assert nvrtc.compile_cuda(limits, "sm_90a").registers  # the first attempt failed, the second had libcu++
+
+
+def test_the_preamble_of_8_bit_floats_compiles_without_libcudacxx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    conv = Conv2d(1, 7, 5, 3, 10, (3, 3), (2, 2), (1, 1), in_dtype="float8_e4m3fn", out_dtype="float16")
+    schedule = registry.schedule("conv2d_cuda_simt")
+    full = lower(conv, schedule, schedule.default_config(conv, H200), H200).source
+    assert "std::is_same_v<" in full
+    include = tmp_path / "include"  # the CUDA headers but libcu++
+    include.mkdir()
+    for header in Path(nvrtc.include_dirs()[0]).iterdir():
+        if header.name != "cccl":
+            (include / header.name).symlink_to(header)
+    monkeypatch.setattr(nvrtc, "include_dirs", lambda: (str(include),))
+    assert nvrtc.compile_cuda(full, "sm_90a").registers
+    with pytest.raises(CompileError, match="cstdint"):
+        nvrtc._nvrtc(full, "sm_90a")
 
 
 def test_slim_typedefs_are_those_of_libcudacxx(source: str) -> None:

@@ -90,6 +90,13 @@ def test_without_a_model_the_default_of_the_schedule_that_promises_most_is_taken
         assert found.candidate.config == found.schedule.default_config(W, H200)
 
 
+def test_what_a_schedule_expects_of_its_default_goes_before_its_share(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Twin, "untuned_share", 0.9)
+    for us, name in ((1e6, "made_up"), (1e-3, "made_up_twin")):
+        monkeypatch.setattr(Twin, "expected_us", lambda *_, us=us: us)
+        assert predict(W, H200, [FusedSchedule(), Twin()]).schedule.name == name
+
+
 def test_a_schedule_that_has_no_default_here_is_passed_over(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_: object) -> None:
         raise InvalidConfig("nothing fits")

@@ -139,6 +139,7 @@ void cp_async_wait(unsigned groups);  // all but the newest `groups`
 void cp_async_wait_all();
 void cp_async_mbarrier(uint64_t bar, bool counted, const char* what);
 void bulk_load(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t bar, const char* what);
+void bulk_send(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t bar, const char* what);
 void bulk_store(uint64_t dst, uint64_t src, uint64_t bytes, const char* what);
 void bulk_commit();
 void bulk_wait(unsigned groups);

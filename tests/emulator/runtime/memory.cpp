@@ -244,6 +244,14 @@ void bulk_load(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t bar, const c
   expect_copies(bar, {{d, (char*)src, (unsigned)bytes, (unsigned)bytes}}, bytes);
 }
 
+void bulk_send(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t bar, const char* what) {
+  if (!bytes || bytes % 16) fail("%s: %lu bytes, no positive multiple of 16", what, (unsigned long)bytes);
+  char* d = (char*)shared(dst, 16, what);
+  char* s = (char*)shared(src, 16, what);
+  shared(dst + bytes - 16, 16, what), shared(src + bytes - 16, 16, what);
+  expect_copies(bar, {{d, s, (unsigned)bytes, (unsigned)bytes}}, bytes);
+}
+
 void expect_copies(uint64_t bar, std::vector<Copy> copies, uint64_t bytes) {
   Mbarrier& m = find(bar);
   for (const Copy& c : copies) poison(c.dst, c.bytes);
