@@ -88,7 +88,7 @@ def tasks(kernels: Iterable[Kernel], device: Device) -> dict[Workload, list[Choi
     for family, shape, dtype, size in sorted(kernels, key=_slowness, reverse=True):
         if family == "ks":
             ks = ks_dynamic.kernels_for((shape,), "batch_last", dtype, device.torch_device)  # type: ignore[arg-type]
-            made: list[Workload] = [ks._workload(bucket) for _, _, bucket in ks.plan(size)]
+            made: list[Workload] = [ks.workload(bucket) for _, _, bucket in ks.plan(size)]
             tuned, field = ks._known(), "batch"
         else:
             kron = dynamic.kernels_for(shape, dtype, device.torch_device)  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kronsched.schedules.kron_chain_l2 import bring
+from kronsched.schedules.kron_chain_half8_steps import Steps
+from kronsched.schedules.kron_chain_l2 import begin, bring
 from kronsched.schedules.kron_chain_layout import (
     chunk_index,
     chunk_position,
@@ -30,26 +31,8 @@ from kronsched.schedules.kron_chain_layout import (
     unit_digits,
     units_a_row,
 )
+from kronsched.schedules.kron_chain_names import COPY, LDMATRIX, LDMATRIX_TRANS, LOADS, STORES
 from kronsched.schedules.kron_chain_plan import ChainPlan
-
-MMA = {
-    "float16": "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
-    "bfloat16": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
-}
-_MMA_K8 = {
-    "float16": "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32",
-    "bfloat16": "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32",
-}
-PACK = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}
-LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
-LDMATRIX_TRANS = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
-COPY = "cp.async.cg.shared.global"
-LOADS = {
-    "nc": "ld.global.nc.v4.b32",
-    "stream": "ld.global.nc.L1::no_allocate.v4.b32",
-    "wide": "ld.global.nc.L2::256B.v4.b32",
-}
-STORES = {"wb": "st.global", "cs": "st.global.cs"}
 
 
 def chain8(plan: ChainPlan) -> Any:
@@ -72,7 +55,6 @@ def chain8(plan: ChainPlan) -> Any:
     held = a_warp - staged  # the others come through registers
     ragged, looped, local_rows = m % rows != 0, grid < blocks, rows % warps == 0
     block_words = rows * words
-    mma, mma_k8, pack = MMA[plan.dtype], _MMA_K8[plan.dtype], PACK[plan.dtype]
     load, store = LOADS[plan.load], STORES[plan.store] + ".b32"
 
     def source(block: Any, tile: Any, t: Any, g: Any) -> Any:
@@ -115,6 +97,7 @@ def chain8(plan: ChainPlan) -> Any:
         b = T.alloc_local([8], "uint32")
         c = T.alloc_local([16], "float32")
         f = T.alloc_local([2], "uint32")  # of the phase's two axes
+        steps = T.meta_var(Steps(plan.dtype, b, c, f))
 
         @T.inline
         def factor(s, F):
@@ -150,33 +133,6 @@ def chain8(plan: ChainPlan) -> Any:
                     T.ptx[load](R[e], R[e + 1], R[e + 2], R[e + 3], x.ptr_to([source(block, warp * a_warp + u, 2 * t + r, g)]))
 
         @T.inline
-        def swap(q):  # contract the axis along lane % 4 with f[0] on words b[2q], b[2q+1]; afterwards it runs along lane / 4
-            T.ptx[mma](
-                c[4 * q], c[4 * q + 1], c[4 * q + 2], c[4 * q + 3], f[0], T.uint32(0), T.uint32(0), f[0], b[2 * q], b[2 * q + 1],
-                T.float32(0), T.float32(0), T.float32(0), T.float32(0),
-            )  # fmt: skip
-            T.ptx[pack](b[2 * q], c[4 * q + 1], c[4 * q])
-            T.ptx[pack](b[2 * q + 1], c[4 * q + 3], c[4 * q + 2])
-
-        @T.inline
-        def stay(s, q):  # contract the axis along lane % 4 with f[s] on words b[2q], b[2q+1]; it stays there, in c[4q …]
-            T.ptx[mma_k8](
-                c[4 * q], c[4 * q + 1], c[4 * q + 2], c[4 * q + 3], b[2 * q], b[2 * q + 1], f[s],
-                T.float32(0), T.float32(0), T.float32(0), T.float32(0),
-            )  # fmt: skip
-
-        @T.inline
-        def both(S, o):  # the two axes of a pair, on the chunks S[o … o+3] (t axis even) and S[o+4 … o+7] (odd)
-            for q in T.unroll(4):
-                T.ptx["prmt.b32"](b[2 * q], S[o + q], S[o + 4 + q], T.uint32(0x5410))
-                T.ptx["prmt.b32"](b[2 * q + 1], S[o + q], S[o + 4 + q], T.uint32(0x7632))
-                swap(q)
-                stay(1, q)
-                # from here S[o … o+3] holds g axis even, S[o+4 … o+7] odd
-                T.ptx[pack](S[o + q], c[4 * q + 2], c[4 * q])
-                T.ptx[pack](S[o + 4 + q], c[4 * q + 3], c[4 * q + 1])
-
-        @T.inline
         def put(S, o, pair, tile):
             for r in T.unroll(2):
                 T.ptx["st.shared.v4.b32"](
@@ -194,9 +150,7 @@ def chain8(plan: ChainPlan) -> Any:
             else:
                 T.cuda.cta_sync()
 
-        if plan.overlap:
-            T.ptx.griddepcontrol.wait()  # until here, this launch overlaps the one before it
-            T.ptx.griddepcontrol.launch_dependents()
+        begin(plan, x, cta, tx)
         fetch(cta)  # on its way while the factors are put in order
         if warp == 0:
             factor(0, f0)
@@ -224,7 +178,7 @@ def chain8(plan: ChainPlan) -> Any:
             use(0, first[0])
             use(1, first[1])
             for u in T.unroll(held):
-                both(R, u * 8)
+                steps.both(R, u * 8)
                 put(R, u * 8, first, warp * a_warp + u)
             if staged > 0:
                 T.ptx.cp.async_.wait_group(0)
@@ -237,7 +191,7 @@ def chain8(plan: ChainPlan) -> Any:
                             V[r * 4 + 3],
                             sm.ptr_to([stage + ((u * 2 + r) * threads + tx) * 4]),
                         )
-                    both(V, 0)
+                    steps.both(V, 0)
                     put(V, 0, first, warp * a_warp + held + u)
             if ahead:
                 if staged > 0:
@@ -256,7 +210,7 @@ def chain8(plan: ChainPlan) -> Any:
                             V[r * 4], V[r * 4 + 1], V[r * 4 + 2], V[r * 4 + 3],
                             sm.ptr_to([place(middle, warp * a_warp + u, 2 * t + r, g)]),
                         )  # fmt: skip
-                    both(V, 0)
+                    steps.both(V, 0)
                     put(V, 0, middle, warp * a_warp + u)
                 meet()
             use(0, last[0])
@@ -267,12 +221,7 @@ def chain8(plan: ChainPlan) -> Any:
                 T.ptx[LDMATRIX_TRANS if two_last else LDMATRIX](
                     b[0], b[1], b[2], b[3], sm.ptr_to([neighbour(unit + lane // 8, lane % 8)])
                 )
-                for h in T.unroll(2):
-                    if two_last:
-                        swap(h)
-                    stay(len(last) - 1, h)
-                    for e in T.unroll(2):
-                        T.ptx[pack](b[2 * h + e], c[4 * h + 2 * e + 1], c[4 * h + 2 * e])
+                steps.last(two_last)
                 for h in T.unroll(4):
                     if ragged:
                         if block * rows + (unit + h) // units < m:
@@ -280,6 +229,9 @@ def chain8(plan: ChainPlan) -> Any:
                     else:
                         T.ptx[store](y.ptr_to([block * block_words + ((unit + h) * 8 + g) * 4 + t]), b[h])
             if looped:
-                meet()
+                if middle_phase:  # what a warp reads last is what it fills first
+                    T.cuda.warp_sync()
+                else:
+                    meet()
 
     return kernel

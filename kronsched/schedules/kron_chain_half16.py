@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kronsched.schedules.kron_chain_half import COPY, LDMATRIX, LOADS, MMA, PACK, STORES
-from kronsched.schedules.kron_chain_l2 import bring
+from kronsched.schedules.kron_chain_half16_steps import Steps
+from kronsched.schedules.kron_chain_l2 import begin, bring
 from kronsched.schedules.kron_chain_layout import (
     chunk_index,
     chunk_position,
@@ -33,6 +33,7 @@ from kronsched.schedules.kron_chain_layout import (
     units_a_row,
     written_chunk,
 )
+from kronsched.schedules.kron_chain_names import COPY, LDMATRIX, LOADS, PACK, STORES
 from kronsched.schedules.kron_chain_plan import ChainPlan
 
 
@@ -76,7 +77,7 @@ def chain16(plan: ChainPlan) -> Any:
     early = ahead or n == 3  # else registers are scarce
     ragged, looped, local_rows = m % rows != 0, grid < blocks, rows % warps == 0
     block_words = rows * words
-    mma, pack = MMA[plan.dtype], PACK[plan.dtype]
+    pack = PACK[plan.dtype]
     load, store = LOADS[plan.load], STORES[plan.store] + ".v2.b32"
 
     def members(given: tuple[Any, ...], s: int) -> list[Any]:
@@ -144,6 +145,7 @@ def chain16(plan: ChainPlan) -> Any:
         c = T.alloc_local([16], "float32")
         d = T.alloc_local([2], "uint32")
         f = T.alloc_local([8], "uint32")  # of the phase's two axes
+        steps = T.meta_var(Steps(plan.dtype, b, c, d, f))
 
         @T.inline
         def factor(s, F, spread):
@@ -215,43 +217,13 @@ def chain16(plan: ChainPlan) -> Any:
                 )
 
         @T.inline
-        def contract(D, o, s, b0, b1):  # D[o …] = the phase's factor s as operand A (16 x 16) times (b0, b1)
-            T.ptx[mma](
-                D[o], D[o + 1], D[o + 2], D[o + 3], f[s * 4], f[s * 4 + 1], f[s * 4 + 2], f[s * 4 + 3], b0, b1,
-                T.float32(0), T.float32(0), T.float32(0), T.float32(0),
-            )  # fmt: skip
-
-        @T.inline
-        def turn(u, w, odd):  # contract the t axis on one 16-bit element of word w of a tile's 16 chunks; into b[8 odd …]
-            for a in T.unroll(4):
-                for h in T.unroll(2):
-                    z = T.meta_var(a * 4 + h * 2)
-                    T.ptx["prmt.b32"](d[h], R[u * 64 + z * 4 + w], R[u * 64 + z * 4 + 4 + w], T.uint32(0x7632 if odd else 0x5410))
-                contract(c, a * 4, 0, d[0], d[1])
-            # c[4a + 2h + e]: t axis 8h + g, half e of a_{n-1}, g axis 4a + t. Word 4e + 2h + r: operand B (e, h), word r.
-            for e in T.unroll(2):
-                for h in T.unroll(2):
-                    for r in T.unroll(2):
-                        T.ptx[pack](b[(8 if odd else 0) + e * 4 + h * 2 + r], c[r * 8 + 4 + h * 2 + e], c[r * 8 + h * 2 + e])
-
-        @T.inline
         def both(u, tile):  # the two axes of the pair on a tile, and its way into shared memory
-            for w in T.unroll(4):
-                turn(u, w, False)
-                turn(u, w, True)
-                for i in T.unroll(4):  # 2 (half of a_{n-1}) + (half of the t axis)
-                    contract(c, 0, 1, b[i * 2], b[i * 2 + 1])
-                    contract(c, 4, 1, b[8 + i * 2], b[8 + i * 2 + 1])
-                    # c[4 odd + 2a + e]: g axis 8a + g, t axis 8h + 2t + e
-                    for z in T.unroll(4):
-                        T.ptx[pack](R[u * 64 + (i * 4 + z) * 4 + w], c[4 + z], c[z])
+            steps.pair_axes(R, u * 64)
             for z in T.unroll(16):
                 e = T.meta_var(u * 64 + z * 4)
                 T.ptx["st.shared.v4.b32"](sm.ptr_to([place(tile, z, t, g)]), R[e], R[e + 1], R[e + 2], R[e + 3])
 
-        if plan.overlap:
-            T.ptx.griddepcontrol.wait()  # until here, this launch overlaps the one before it
-            T.ptx.griddepcontrol.launch_dependents()
+        begin(plan, x, cta, tx)
         if early:
             fetch(cta)  # on its way while the factors are put in order
         if merged:
@@ -307,25 +279,7 @@ def chain16(plan: ChainPlan) -> Any:
                 unit = T.meta_var(warp * rounds + v)
                 # matrices: half of a_{n-1} = lane // 8 % 2, half of a_{n-2} = lane // 16
                 T.ptx[LDMATRIX](b[0], b[1], b[2], b[3], sm.ptr_to([neighbour(unit, lane % 8 + lane // 16 * 8, lane // 8 % 2)]))
-                if two_last:
-                    for a in T.unroll(2):
-                        contract(c, a * 4, 0, b[a * 2], b[a * 2 + 1])
-                    for h in T.unroll(2):
-                        for a in T.unroll(2):
-                            T.ptx[pack](b[h * 2 + a], c[a * 4 + h * 2 + 1], c[a * 4 + h * 2])
-                    for h in T.unroll(2):
-                        contract(c, h * 4, 1, b[h * 2], b[h * 2 + 1])
-                else:  # data as operand A: rows a_{n-2}
-                    for h in T.unroll(2):
-                        T.ptx[mma](
-                            c[h * 4], c[h * 4 + 1], c[h * 4 + 2], c[h * 4 + 3], b[0], b[2], b[1], b[3],
-                            f[h], f[2 + h],
-                            T.float32(0), T.float32(0), T.float32(0), T.float32(0),
-                        )  # fmt: skip
-                # c[4h + 2a + e]: a_{n-2} = 8a + g, a_{n-1} = 4t + 2h + e
-                for h in T.unroll(2):
-                    for a in T.unroll(2):
-                        T.ptx[pack](b[a * 2 + h], c[h * 4 + a * 2 + 1], c[h * 4 + a * 2])
+                steps.last_axes_of(two_last)
                 for a in T.unroll(2):
                     at = T.meta_var(block * block_words + (unit * 16 + g + 8 * a) * 8 + 2 * t)
                     if ragged:

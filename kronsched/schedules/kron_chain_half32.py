@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kronsched.schedules.kron_chain_half import COPY, LOADS, MMA, PACK
-from kronsched.schedules.kron_chain_l2 import bring
+from kronsched.schedules.kron_chain_half32_steps import Steps
+from kronsched.schedules.kron_chain_l2 import begin, bring
+from kronsched.schedules.kron_chain_names import COPY, LOADS
 from kronsched.schedules.kron_chain_plan import ChainPlan
-from kronsched.schedules.kron_mma_kernel import evaluate
 
 STORES = {"wb": "st.global.v4.b32", "cs": "st.global.cs.v4.b32"}
 LINE = 128
@@ -58,7 +58,7 @@ def chain32(plan: ChainPlan) -> Any:
     ahead, staged = plan.prefetch != "none", plan.staged_tiles  # tiles of a warp that come through the stage
     held = a_warp - staged  # the others come through registers
     ragged, looped = m % rows != 0, grid < blocks
-    mma, pack = MMA[plan.dtype], PACK[plan.dtype]
+    steps = Steps(plan.dtype)
     load, store = LOADS[plan.load], STORES[plan.store]
 
     def row_of(block: Any, row: Any) -> Any:
@@ -67,45 +67,6 @@ def chain32(plan: ChainPlan) -> Any:
     def source(block: Any, tile: Any, z: Any, t: Any, g: Any) -> Any:
         row = tile // 16 if rows > 1 else 0
         return row_of(block, row) * WORDS + (columns(0, z // 4, z // 2 % 2, t, z % 2) * LINE + tile % 16 * 8 + g) * 4
-
-    def multiply(d: Any, o: int, f: Any, tile: int, b: list[Any]) -> None:
-        """Emit d[o …] = tile `tile` of the factor in f times operand b, two words for each of the two k steps."""
-        sums = [d[o + i] for i in range(4)]
-        for s in range(2):
-            factor = [f[(tile * 2 + s) * 4 + i] for i in range(4)]
-            evaluate(T.ptx[mma](*sums, *factor, b[2 * s], b[2 * s + 1], *(sums if s else [T.float32(0)] * 4)))
-
-    def head(V: Any, b: Any, c: Any, f: Any, w: int) -> None:
-        """Emit the contraction of a_0 on both elements of word w of the eight chunks in V."""
-        for odd in range(2):
-            for i in range(4):
-                words = V[i * 8 + w], V[i * 8 + 4 + w]
-                evaluate(T.ptx["prmt.b32"](b[odd * 4 + i], *words, T.uint32(0x7632 if odd else 0x5410)))
-            for tile in range(2):
-                multiply(c, odd * 8 + tile * 4, f, tile, [b[odd * 4 + i] for i in range(4)])
-        # c[8 odd + 4 tile + 2h + e]: a_0 = row g of half h of the tile, chunk 2t + e
-        for z in range(8):
-            evaluate(T.ptx[pack](V[z * 4 + w], c[8 + z], c[z]))
-
-    def tail_first(V: Any, b: Any, c: Any, f: Any) -> None:
-        """Emit the contraction of a_2 on a line in V (four words for each a_1 = 8i + g) into operands b."""
-        for tile in range(2):
-            for i in range(4):
-                multiply(c, i * 4, f, tile, [V[i * 4 + k] for k in range(4)])
-            # c[4i + 2h + e]: a_2 = row g of half h of the tile, a_1 = 8i + 2t + e
-            for h in range(2):
-                for i in range(4):
-                    evaluate(T.ptx[pack](b[(tile * 2 + h) * 4 + i], c[i * 4 + h * 2 + 1], c[i * 4 + h * 2]))
-
-    def tail_second(V: Any, b: Any, c: Any, f: Any) -> None:
-        """Emit the contraction of a_1 on operands b into V: four words for each a_1 = 16 tile + 8h + g."""
-        for tile in range(2):
-            for i in range(4):
-                multiply(c, i * 4, f, tile, [b[i * 4 + k] for k in range(4)])
-            # c[4i + 2h + e]: a_1 = row g of half h of the tile, a_2 = 8t + 2i + e
-            for h in range(2):
-                for i in range(4):
-                    evaluate(T.ptx[pack](V[(tile * 2 + h) * 4 + i], c[i * 4 + h * 2 + 1], c[i * 4 + h * 2]))
 
     @T.prim_func
     def kernel(
@@ -174,10 +135,7 @@ def chain32(plan: ChainPlan) -> Any:
         def first(S, o, tile):  # a_0 on a tile S[o …], and its way into shared memory
             for e in T.serial(32, unroll=True):
                 V[e] = S[o + e]
-            head(V, b, c, f, 0)
-            head(V, b, c, f, 1)
-            head(V, b, c, f, 2)
-            head(V, b, c, f, 3)
+            steps.head(V, b, c, f)
             for z in T.serial(8, unroll=True):
                 at = T.meta_var(place(rows_of(0, z // 4, z // 2 % 2, g), tile % 16 * 8 + 2 * t + z % 2))
                 T.ptx["st.shared.v4.b32"](
@@ -204,9 +162,9 @@ def chain32(plan: ChainPlan) -> Any:
                     sm.ptr_to([(row * pitch + place(line % 32, i * 32 + lane)) * 4]),
                 )  # fmt: skip
             use(2)
-            tail_first(V, b, c, f)
+            steps.tail_first(V, b, c, f)
             use(1)
-            tail_second(V, b, c, f)
+            steps.tail_second(V, b, c, f)
             for i in T.serial(4, unroll=True):
                 if ragged:
                     if block * rows + row < m:
@@ -214,9 +172,7 @@ def chain32(plan: ChainPlan) -> Any:
                 else:
                     put(block * rows + row, line, i)
 
-        if plan.overlap:
-            T.ptx.griddepcontrol.wait()  # until here, this launch overlaps the one before it
-            T.ptx.griddepcontrol.launch_dependents()
+        begin(plan, x, cta, tx)
         if ahead:
             fetch(cta)
         if warp == 0:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kronsched.schedules.kron_chain_half import LOADS, MMA, PACK
 from kronsched.schedules.kron_chain_half32 import STORES
 from kronsched.schedules.kron_chain_l2 import bring
 from kronsched.schedules.kron_chain_layout import PITCH64
+from kronsched.schedules.kron_chain_names import LOADS, MMA, PACK
 from kronsched.schedules.kron_chain_plan import ChainPlan
 from kronsched.schedules.kron_mma_kernel import evaluate
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from kronsched.schedules.kron_chain_half import LOADS
 from kronsched.schedules.kron_chain_half32 import STORES
 from kronsched.schedules.kron_chain_half64 import columns, contract_first, rows_of
+from kronsched.schedules.kron_chain_names import LOADS
 from kronsched.schedules.kron_chain_plan import ChainPlan
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.kron_chain_layout import pairs, row_chunks, tiles_a_row, units_a_row, words_a_tile
+from kronsched.schedules.kron_chain_ring_plan import Ring, ring_bytes, ring_fixed, ring_of
 from kronsched.space import Config
 from kronsched.space.space import Value
 from kronsched.workloads.kron import KronMatmul
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
 SMALL = ((4, 6), (4, 7), (2, 12), (2, 13))
 """(P, N) of every dtype."""
 SERVED = {
-    "float16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4), (32, 3), (64, 2), (64, 3), (64, 4), (128, 2), *SMALL),
-    "bfloat16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4), (32, 3), (64, 2), (64, 3), (64, 4), (128, 2), *SMALL),
+    "float16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4), (32, 3), (64, 2), (64, 3), (64, 4), *SMALL),
+    "bfloat16": ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4), (32, 3), (64, 2), (64, 3), (64, 4), *SMALL),
     "float32": ((8, 4), (8, 5), (16, 4), (32, 3), *SMALL),
 }
 """(P, N) of each dtype."""
+
+LANDS = ("bulk", "ring")
+"""Kinds of prefetch by which rows land in a ring."""
 
 RADIX = 64
 """FMA: elements of a register group."""
@@ -58,9 +62,12 @@ class ChainPlan:
     rows: rows of X of a block.  blocks: ⌈m / rows⌉.  grid: thread blocks launched (fewer than `blocks` when persistent).
     per_sm: thread blocks that must fit on an SM (the launch bound that caps registers).
     prefetch: how the next block's data comes while the present one is exchanged: "none", "registers", "async" (cp.async into a
-        stage in shared memory) or "split" (half of it each way).
+        stage in shared memory), "split" (half of it each way), or to where it is exchanged afterwards by "bulk" copies or by
+        cp.async ("ring").
     load, store: cache hints of global accesses.  unroll: steps of the loops over a warp's tiles after the first phase.
     l2: the next block's rows are brought into L2 while the present ones are contracted.
+    first: a block's first rows are brought into L2 before the launch before this one has ended (it may still write them: L2 is
+        where all multiprocessors meet).  sooner: the launch after this one may do so already then.
     group: FMA: register groups summed at a time with the same factor row.
     staged_tiles: tiles of a warp (16-bit), or planes of 64 (FMA), that come through the stage.
     overlap: the launch starts while the one before it ends, where the device can do that and the kernel waits for it by itself.
@@ -81,6 +88,8 @@ class ChainPlan:
     unroll: int
     group: int
     l2: bool
+    first: bool
+    sooner: bool
     staged_tiles: int
     shared_bytes: int
     overlap: bool
@@ -112,8 +121,6 @@ class ChainPlan:
     @property
     def steps_unrolled(self) -> int:
         """Steps of the longest loop that `unroll` applies to."""
-        if self.kernel == "wgmma":
-            return 1
         if self.kernel == "tf32":
             return 32 // (self.threads // 32)
         if self.kernel == "fma":
@@ -124,6 +131,16 @@ class ChainPlan:
         return max(reads // (self.threads // 32), self.tiles_a_thread if len(pairs(self.p, self.n)) > 1 else 0)
 
     @property
+    def ring(self) -> Ring:
+        """Where bulk copies put rows."""
+        return ring_of(self.p, self.n, self.shared_bytes - ring_fixed(self.p, self.n))
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a block that may be on their way at once, if they land in a ring, else 1."""
+        return self.ring.rows if self.prefetch in LANDS else 1
+
+    @property
     def axes_a_group(self) -> int:
         """FMA: axes of a register group."""
         return round(log(RADIX, self.p))
@@ -131,16 +148,18 @@ class ChainPlan:
     @property
     def held_words(self) -> int:
         """32-bit words of the next block that come through a thread's registers."""
-        if self.kernel in ("tf32", "wgmma"):
+        if self.prefetch in LANDS:
+            return 0
+        if self.kernel == "tf32":
             return (64 if self.p == 16 else 32) if self.prefetch == "registers" else 0
         words = self.parts if self.kernel == "fma" else words_a_tile(self.p)
         return (self.tiles_a_thread - self.staged_tiles) * words
 
 
 def kernel_kind(p: int, dtype: str) -> str:
-    """Which kernel: "half" or "wgmma" (16-bit types on tensor cores), "fma" or "tf32" (float32; the latter as TF32 products)."""
+    """Which kernel: "half" (16-bit types on tensor cores), "fma" or "tf32" (float32; the latter as TF32 products)."""
     if dtype != "float32":
-        return "wgmma" if p == 128 else "half"
+        return "half"
     return "tf32" if p > 8 else "fma"
 
 
@@ -167,15 +186,22 @@ def plan_chain(w: KronMatmul, config: Config, device: Device) -> ChainPlan:
     if grid == blocks and prefetch != "none":
         raise InvalidConfig(f"prefetch={prefetch}: there is no next block when every block has its own place in the grid")
     most = min(device.shared_per_block, device.shared_per_sm // per_sm - 1024)
-    if grid == blocks and config["l2"]:
+    if grid == blocks and config["l2"] is True:
         raise InvalidConfig("l2=True: there is no next block when every block has its own place in the grid")
-    split = {"half": _split_half, "fma": _split_fma, "tf32": _split_tf32, "wgmma": _split_wgmma}
+    split = {"half": _split_half, "fma": _split_fma, "tf32": _split_tf32}
+    if prefetch in LANDS and 0 < generation(device) < 90:
+        raise InvalidConfig(f"prefetch={prefetch}: rows land in a ring on sm_90 or later only, {device.name} is {device.arch}")
+    if prefetch in LANDS and p != 64:  # no more rows than a block has
+        most = min(most, ring_fixed(p, n) + ring_of(p, n, most, ceil(blocks / grid)).bytes)
     staged, shared = split[kernel_kind(p, w.dtype)](p, n, rows, threads, prefetch, DTYPES[w.dtype].itemsize, most)
     if shared > most:
         raise InvalidConfig(f"{per_sm} blocks of {shared} bytes of shared memory do not fit on an SM")
-    hints = str(config["load"]), str(config["store"]), int(config["unroll"]), int(config["group"]), bool(config["l2"])
     overlap = generation(device) >= 90 and kernel_kind(p, w.dtype) == "half" and p != 64
-    return ChainPlan(p, n, w.dtype, w.m, rows, threads, per_sm, blocks, grid, prefetch, *hints, staged, shared, overlap)
+    if isinstance(config["l2"], str) and not overlap:
+        raise InvalidConfig(f"l2={config['l2']}: this launch does not start before the one before it has ended")
+    hints = str(config["load"]), str(config["store"]), int(config["unroll"]), int(config["group"])
+    early = config["l2"] is True, overlap and bool(config["l2"]), config["l2"] == "sooner"
+    return ChainPlan(p, n, w.dtype, w.m, rows, threads, per_sm, blocks, grid, prefetch, *hints, *early, staged, shared, overlap)
 
 
 def _split_half(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
@@ -192,6 +218,8 @@ def _split_half(p: int, n: int, rows: int, threads: int, prefetch: str, item: in
         raise InvalidConfig(
             f"threads={threads}: a warp takes both halves of a tile, {tiles} of them do not split among {warps} warps"
         )
+    if prefetch in LANDS:
+        return 0, ring_bytes(p, n, rows, a_warp, most)
     staged = {"none": 0, "registers": 0, "split": a_warp // 2, "async": a_warp}[prefetch]
     if prefetch == "split" and staged == 0:
         raise InvalidConfig(f"prefetch=split: a warp of {threads} threads has a single tile, which async or registers take whole")
@@ -212,8 +240,8 @@ def _split_fma(p: int, n: int, rows: int, threads: int, prefetch: str, item: int
         need = rows * lanes
         raise InvalidConfig(f"threads={threads}: {rows} rows need {need}, one for each {RADIX} elements, or half as many")
     fixed = rows * lanes * PITCH * 4 + n * p * p * 4
-    if prefetch == "registers":
-        raise InvalidConfig("prefetch=registers: a thread's registers hold its own elements; async stages the next ones")
+    if prefetch == "registers" or prefetch in LANDS:
+        raise InvalidConfig(f"prefetch={prefetch}: a thread's registers hold its own elements; async stages the next ones")
     if prefetch == "none":
         return 0, fixed
     chunk = 16 // item  # cp.async copies 16 bytes
@@ -233,18 +261,13 @@ def _split_tf32(p: int, n: int, rows: int, threads: int, prefetch: str, item: in
     return 0, TF32_ROW_BYTES[p] + n * 2 * p * p * 4
 
 
-def _split_wgmma(p: int, n: int, rows: int, threads: int, prefetch: str, item: int, most: int) -> tuple[int, int]:
-    """(0, bytes of shared memory) of the 16-bit kernel of 128^2: two factors and a row."""
-    if rows != 1 or threads != 256 or prefetch not in ("none", "registers"):
-        raise InvalidConfig(f"rows={rows}, threads={threads}, prefetch={prefetch}: a row of {p}^{n} takes 256 threads, no stage")
-    return 0, 3 * p * p * 2
-
-
 def idle_knob(plan: ChainPlan, config: Config, values: Mapping[str, tuple[Value, ...]]) -> str | None:
     """One line naming a knob that has no effect on this plan and is not at its first value, which repeats another kernel."""
     idle = []
-    if plan.prefetch == "async" and plan.held_words == 0:
+    if plan.prefetch in LANDS or (plan.prefetch == "async" and plan.held_words == 0):
         idle.append("load")
+    if plan.prefetch in LANDS and config["l2"] is True:
+        return f"l2=True has no effect with prefetch={plan.prefetch}, l2=first is the same kernel"
     if plan.kernel != "fma":
         idle.append("group")
     for name in idle:
@@ -271,16 +294,12 @@ def why_not(w: KronMatmul, device: Device) -> str | None:
     if 0 < generation(device) < 80:
         return f"one-launch chained kernels need sm_80 or later, {device.name} is {device.arch}"
     kernel = kernel_kind(p, w.dtype)
-    if kernel == "wgmma" and device.arch != "sm_90a":
-        return f"the one-launch chained kernel of {p}x{p}^{n} needs sm_90a, {device.name} is {device.arch}"
     if kernel == "half":
         row, factors = row_chunks(p, n) * 16, 8192
     elif kernel == "fma":
         row, factors = p**n // RADIX * PITCH * 4, 8192
-    elif kernel == "tf32":
-        row, factors = TF32_ROW_BYTES[p], n * 2 * p * p * 4
     else:
-        row, factors = p * p * 2, 2 * p * p * 2
+        row, factors = TF32_ROW_BYTES[p], n * 2 * p * p * 4
     most = device.shared_per_block
     if row + factors > most:
         return f"a padded row of {row} bytes does not fit, with the factors, in the {most} of shared memory of {device.name}"
@@ -319,5 +338,5 @@ def chain_features(w: KronMatmul, plan: ChainPlan, device: Device) -> dict[str, 
         "held_words": float(plan.held_words),
         "l2_ahead": float(plan.l2),
         "staged_share": plan.staged_tiles / plan.tiles_a_thread,
-        "bytes_in_flight": float(resident * plan.rows * plan.row_bytes),
+        "bytes_in_flight": float(resident * (plan.ring.bytes if plan.prefetch in LANDS else plan.rows * plan.row_bytes)),
     }

@@ -50,6 +50,8 @@ class Chain8Plan:
     """One kernel.
 
     blocks: rows of X.  grid: thread blocks.  staged: units of a warp that come through the stage by cp.async.
+    first: a block's first row is brought into L2 before the launch before this one has ended.
+    sooner: the launch after this one may do so already then.
     overlap: the launch starts while the one before it ends, and waits for it by itself.
     """
 
@@ -61,12 +63,29 @@ class Chain8Plan:
     store: str
     unroll: int
     staged: int
+    first: bool
+    sooner: bool
     overlap: bool
 
     @property
     def blocks(self) -> int:
         """Rows of X, one at a time in a thread block."""
         return self.m
+
+    @property
+    def rows(self) -> int:
+        """Rows of X of a thread block at a time."""
+        return 1
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that may be brought into L2 at once."""
+        return 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of X."""
+        return SIZE * 4
 
     @property
     def units_a_warp(self) -> int:
@@ -93,7 +112,10 @@ def plan_chain8(m: int, config: Config, device: Device) -> Chain8Plan:
     if prefetch != "none" and grid == m:
         raise InvalidConfig(f"prefetch={prefetch}: there is no next row when every row has its own place in the grid")
     hints = str(config["load"]), str(config["store"]), int(config["unroll"])
-    plan = Chain8Plan(m, threads, grid, prefetch, *hints, staged, generation(device) >= 90)
+    overlap, first = generation(device) >= 90, config["l2"] != "none"
+    if first and not overlap:
+        raise InvalidConfig(f"l2={config['l2']}: this launch does not start before the one before it has ended")
+    plan = Chain8Plan(m, threads, grid, prefetch, *hints, staged, first, config["l2"] == "sooner", overlap)
     if plan.shared_bytes > device.shared_per_block:
         raise InvalidConfig(f"a block needs {plan.shared_bytes} bytes of shared memory, the device has {device.shared_per_block}")
     return plan

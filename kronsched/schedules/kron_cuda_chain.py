@@ -10,8 +10,11 @@ float32 is plain FMA for P = 2, 4 and 8, and three TF32 products for P = 16 and 
 through tensor cores with float32 sums and are rounded to storage between any two axes; factors of 2 and 4 are merged to 16 x 16
 first, and rounded once more. Where the device can, a 16-bit launch starts while the one before it ends.
 
+Rows of 16-bit types may also land in the place where they are exchanged, by bulk copies or cp.async (prefetch "bulk", "ring").
+
 Read first: kron_chain_plan.py (which shapes, what must hold), kron_chain_half.py, kron_chain_fma.py and kron_chain_tf32.py (the
-kernels; half16, half32 and tf32p32 are their variants), kron_chain_layout.py (where things are).
+kernels; half16, half32 and tf32p32 are their variants, ring8, ring16 and ring32 those whose rows land in a ring),
+kron_chain_layout.py (where things are).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.schedules.kron_chain_plan import (
+    LANDS,
     RADIX,
     TF32_THREADS,
     ChainPlan,
@@ -118,15 +122,17 @@ def _kernel(plan: ChainPlan) -> Any:
         kron_chain_half16,
         kron_chain_half32,
         kron_chain_half64,
+        kron_chain_ring8,
+        kron_chain_ring16,
+        kron_chain_ring32,
         kron_chain_tf32,
         kron_chain_tf32p32,
-        kron_chain_wgmma,
     )
 
     if plan.kernel == "tf32":
         return kron_chain_tf32.chain16_tf32(plan) if plan.p == 16 else kron_chain_tf32p32.chain32_tf32(plan)
-    if plan.kernel == "wgmma":
-        return kron_chain_wgmma.chain128(plan)
+    if plan.prefetch in LANDS:
+        return {8: kron_chain_ring8.ring8, 32: kron_chain_ring32.ring32}.get(plan.p, kron_chain_ring16.ring16)(plan)
     if plan.kernel == "fma":
         return kron_chain_fma.chain_fma(plan)
     kernels = {
@@ -163,17 +169,17 @@ def _fitting(knob: Knob, w: KronMatmul) -> Knob:
     lanes = w.k_in // RADIX
     allowed = {
         ("rows", kind): lambda v: v <= chained_part(w).m,
+        ("l2", "half"): lambda v: not isinstance(v, str) or p != 64,
+        ("l2", "fma"): lambda v: not isinstance(v, str),
+        ("l2", "tf32"): lambda v: not isinstance(v, str),
         ("group", "half"): lambda v: v == 2,
         ("group", "tf32"): lambda v: v == 2,
-        ("group", "wgmma"): lambda v: v == 2,
-        ("prefetch", "fma"): lambda v: v != "registers",
+        ("prefetch", "half"): lambda v: v not in LANDS or (p != 64 and w.k_in > 512),
+        ("prefetch", "fma"): lambda v: v != "registers" and v not in LANDS,
         ("prefetch", "tf32"): lambda v: v in ("none", "registers"),
-        ("prefetch", "wgmma"): lambda v: v in ("none", "registers"),
         ("threads", "fma"): lambda v: v * 2 % lanes == 0,
         ("threads", "tf32"): lambda v: v in TF32_THREADS[p],
-        ("threads", "wgmma"): lambda v: v == 256,
         ("per_sm", "tf32"): lambda v: v == 1,
-        ("per_sm", "wgmma"): lambda v: v <= 2,
     }
     values: tuple[Value, ...] = tuple(filter(allowed.get((knob.name, kind), lambda v: True), knob.values))
     return Knob(knob.name, values or knob.values[:1], knob.help)
@@ -193,7 +199,14 @@ _HALF: dict[tuple[int, int], tuple[Value, ...]] = {
     (2, 12): (1, 32, 12, "none", "nc", "wb", 2, 2),
     (2, 13): (1, 64, 6, "none", "nc", "wb", 2, 2),
     (64, 2): (4, 128, 2, "registers", "nc", "wb", 4, 2),
-    (128, 2): (1, 256, 2, "registers", "stream", "cs", 1, 2),
+}
+# (P, N): threads, blocks an SM, prefetch, l2, store, unroll, where there are enough rows to walk over. Ditto.
+_WALK: dict[tuple[int, int], tuple[Value, ...]] = {
+    (8, 4): (256, 4, "ring", "first", "cs", 1),
+    (8, 5): (512, 1, "registers", "first", "wb", 4),
+    (16, 4): (512, 1, "bulk", "first", "wb", 2),
+    (32, 3): (512, 1, "registers", True, "wb", 1),
+    (4, 7): (128, 2, "ring", "first", "wb", 2),
 }
 _FLOAT32: dict[tuple[int, int], tuple[Value, ...]] = {
     (8, 4): (1, 64, 8, "none", "wide", "cs", 4, 8),
@@ -217,6 +230,9 @@ def _wishes(w: KronMatmul, device: Device, values: Mapping[str, tuple[Value, ...
     table = {**_ANY, **(_FLOAT32 if w.dtype == "float32" else _HALF)}
     if shape == (64, 2) and w.m <= 8 * device.units:
         table[shape] = (8, 256, 1, "none", "nc", "wb", 4, 2)  # one block an SM holds all
+    if w.dtype != "float32" and shape in _WALK:
+        knobs = dict(zip(("threads", "per_sm", "prefetch", "l2", "store", "unroll"), _WALK[shape], strict=True))
+        yield {**knobs, "rows": 1, "persistent": True, "load": "nc", "group": 2}
     rows, threads, most = (int(v) for v in table[shape][:3])
     prefetch, *hints = table[shape][3:]
     while rows > 1 and (rows > w.m or 2 * w.m < device.units * rows):  # few rows: spread them over the multiprocessors

@@ -128,17 +128,23 @@ def _wishes(w: KronMatmul, device: Device) -> Iterator[Config]:
     p, n = whole.factors[0][0], len(whole.factors)
     slabs = w.m * w.k_in // (p * p)
     if slabs <= device.units:
-        yield _config(groups=1, stages=1)
+        yield _config(groups=1, stages=1, prefetch=True)
     if p == 64 and n > 2:
-        ring = {"stages": 2, "per_sm": 3} if n > 3 else {}
-        yield _config(fuse=3, spare=1, groups=2, **ring)
+        if slabs <= 4 * device.units:  # too few clusters
+            yield _config(groups=1, stages=1, per_sm=4, prefetch=True)
+        ring: dict[str, Value] = {"stages": 4, "per_sm": 4, "load": "tma"} if n > 3 else {}
+        yield _config(fuse=3, spare=1, **ring)
     if p == 64:
         if slabs <= 8 * device.units:
-            yield _config(groups=1, stages=2, per_sm=4)
-            yield _config(groups=1, stages=1, per_sm=4)
-        yield _config(groups=2, stages=2, per_sm=3)
+            for stages in (4, 3, 2, 1):
+                yield _config(groups=1, stages=stages, per_sm=2, ahead=stages > 1, prefetch=True)
+        if slabs <= 12 * device.units:
+            yield _config(groups=1, stages=2, per_sm=6, prefetch=True)
+        yield _config(groups=2, stages=2, per_sm=3, prefetch=True)
     if n > 2:
         yield _config(groups=1, stages=4, ahead=True)
+    yield _config(groups=1, stages=3, ahead=True, load="tma", prefetch=True)
+    yield _config(groups=1, stages=2, load="tma", prefetch=True)
     yield _config(groups=1, stages=2)
     yield _config(groups=1, stages=1)
 
@@ -146,6 +152,7 @@ def _wishes(w: KronMatmul, device: Device) -> Iterator[Config]:
 def _config(**knobs: Value) -> Config:
     """A config with the first values of the knobs that are not given."""
     first: dict[str, Value] = {
-        "fuse": 2, "spare": 0, "stages": 1, "per_sm": 1, "ahead": False, "load": "cg", "store": "wb",
+        "fuse": 2, "groups": 1, "spare": 0, "stages": 1, "per_sm": 1,
+        "ahead": False, "prefetch": False, "load": "cg", "store": "wb",
     }  # fmt: skip
     return {**first, **knobs}

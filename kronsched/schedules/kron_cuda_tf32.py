@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kronsched.hardware import Device
 
 
+_HINTS: Config = {"l2": "none", "load": "nc", "store": "wb"}
+
+
 class KronCudaTf32(Schedule):
     """One-launch float32 KronMatmul of 8x8^5 on tensor cores."""
 
@@ -38,7 +41,7 @@ class KronCudaTf32(Schedule):
         if generation and int(generation) < 80:
             return f"TF32 tensor cores need sm_80 or later, {device.name} is {device.arch}"
         try:
-            plan_chain8(workload.m, {"threads": 512, "prefetch": "none", "load": "nc", "store": "wb", "unroll": 1}, device)
+            plan_chain8(workload.m, {**_HINTS, "threads": 512, "prefetch": "none", "unroll": 1}, device)
         except InvalidConfig as e:
             return str(e)
         return None
@@ -61,7 +64,7 @@ class KronCudaTf32(Schedule):
         """The fastest found on an H200 for 1024 rows; 512 threads without prefetch where there is no next row for a block."""
         space = self.space(workload, device)
         for threads, prefetch, unroll in ((256, "registers", 2), (512, "none", 1)):
-            config: Config = {"threads": threads, "prefetch": prefetch, "load": "nc", "store": "wb", "unroll": unroll}
+            config: Config = {"threads": threads, "prefetch": prefetch, **_HINTS, "unroll": unroll}
             if space.invalid(config) is None:
                 return config
         raise InvalidConfig(f"no config of {self.name} is valid for {workload.label} on {device.name}")

@@ -33,33 +33,38 @@ WARP_BYTES = 16 * 128
 _NEEDS = "it needs two or more square factors of 64 or of 128, or adjacent ones whose products are three of 64"
 BLOCKS = 8
 """Blocks of a cluster that hold a row of 64^3, slabs of each."""
+STAGED_BYTES = 65 * 1024
+"""Shared memory in which a block leaves what the others of its cluster get of a row, 8 KB each, a little apart."""
 
 
 @dataclass(frozen=True)
 class CubeLaunch:
     """The kernel of the last three axes of 64.
 
-    rows: of 64^3 elements.  clusters: of `BLOCKS` blocks, launched.  groups: warpgroups a block, half of them
-    senders.  Else as in `SlabLaunch`.
+    rows: of 64^3 elements.  clusters: of `BLOCKS` blocks, launched.  Else as in `SlabLaunch`.
     """
 
     axes: tuple[int, ...]
     dtype: str
     rows: int
     clusters: int
-    groups: int
     load: str
     store: str
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
-        return 128 * self.groups
+        """Threads a block: two warpgroups that send, two that receive."""
+        return 4 * 128
+
+    @property
+    def promotion(self) -> int:
+        """What a tensor map makes L2 fetch at a time, in the numbers of tensor maps: 128 or 256 bytes."""
+        return 3 if self.load == "wide" else 2
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: factors, slabs, two buffers that receive slabs."""
-        return (3 + 3 * BLOCKS) * 64 * 64 * 2
+        """Dynamic shared memory of a block: factors, its share of a row, what it leaves for others, what they sent, mbarriers."""
+        return (3 + 2 * BLOCKS) * 64 * 64 * 2 + STAGED_BYTES + 6 * 8
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,8 @@ class SlabLaunch:
 
     axes: the axes it contracts, in order.  p: their size.  dtype: of the data.  inner: elements from one value of its first axis
     to the next.  slabs: of P x P elements.  groups: that a block works on at a time.  stages: slabs of a group in shared memory.
-    per_sm: blocks an SM.  grid: blocks launched.  load, store: cache hints.  ahead: a product of the next slab is in flight while
-    sums are stored.
+    per_sm: blocks an SM.  grid: blocks launched.  load: how data is copied.  store: cache hint.  ahead: a product of the next
+    slab is in flight while sums are stored.  prefetch: the first slabs are brought to L2 before the launch before has ended.
     """
 
     axes: tuple[int, ...]
@@ -83,7 +88,8 @@ class SlabLaunch:
     grid: int
     load: str
     store: str
-    ahead: bool = False
+    ahead: bool
+    prefetch: bool
 
     @property
     def pair(self) -> bool:
@@ -116,9 +122,19 @@ class SlabLaunch:
         return self.data + self.groups * self.stages * self.slab_bytes
 
     @property
+    def once(self) -> bool:
+        """Whether every slab has a place in shared memory of its own: sums are turned there."""
+        return self.stages * self.grid * self.groups >= self.slabs
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.turns + self.threads // 32 * WARP_BYTES
+        return self.barriers + (self.groups * self.stages * 8 if self.load == "tma" else 0)
+
+    @property
+    def barriers(self) -> int:
+        """Where the mbarriers begin in shared memory, of each slab in it."""
+        return self.turns + (0 if self.once else self.threads // 32 * WARP_BYTES)
 
 
 def merged(w: KronMatmul) -> tuple[KronMatmul, tuple[tuple[int, ...], ...]] | None:
@@ -160,9 +176,9 @@ def plan_slabs(w: KronMatmul, config: Config, device: Device) -> tuple[SlabLaunc
 
 def _refuse_idle(config: Config, more: bool) -> None:
     """Raise InvalidConfig for a knob that has no effect and is not at its first value. more: launches of one axis follow."""
-    cluster = ["ahead"] if more else ["ahead", "stages", "per_sm"]
+    cluster = ["ahead", "prefetch"] if more else ["ahead", "prefetch", "groups", "stages", "per_sm"]
     idle = ["spare"] if config["fuse"] == 2 else cluster
-    first = {"spare": 0, "ahead": False, "stages": 1, "per_sm": 1}
+    first = {"spare": 0, "ahead": False, "prefetch": False, "groups": 1, "stages": 1, "per_sm": 1}
     for knob in idle:
         if config[knob] != first[knob]:
             raise InvalidConfig(f"{knob}={config[knob]} has no effect here, {knob}={first[knob]} is the same kernel")
@@ -170,14 +186,14 @@ def _refuse_idle(config: Config, more: bool) -> None:
 
 def _cube(w: KronMatmul, config: Mapping[str, Any], device: Device) -> CubeLaunch:
     """The launch of the last three axes by clusters."""
-    n, p, groups = len(w.factors), w.factors[0][0], int(config["groups"])
+    n, p = len(w.factors), w.factors[0][0]
     if p != 64 or n < 3:
         raise InvalidConfig(f"fuse=3: a cluster contracts three factors of 64, here are {n} of {p}")
-    if groups < 2:
-        raise InvalidConfig(f"fuse=3, groups={groups}: half of a block's warpgroups send, half receive")
     rows = w.m * p ** (n - 3)
     clusters = max(1, min(rows, device.units // BLOCKS - int(config["spare"])))
-    launch = CubeLaunch((n - 3, n - 2, n - 1), w.dtype, rows, clusters, groups, str(config["load"]), str(config["store"]))
+    if n == 3 and config["load"] == "tma":
+        raise InvalidConfig('fuse=3, load="tma": it always copies by TMA, load="cg" is the same kernel')
+    launch = CubeLaunch((n - 3, n - 2, n - 1), w.dtype, rows, clusters, str(config["load"]), str(config["store"]))
     if launch.shared_bytes > device.shared_per_block:
         raise InvalidConfig(
             f"a block needs {launch.shared_bytes} bytes of shared memory, the device has {device.shared_per_block}"
@@ -193,11 +209,14 @@ def _launch(w: KronMatmul, axes: tuple[int, ...], config: Mapping[str, Any], dev
     blocks = ceil(slabs / groups)
     grid = min(blocks, device.units * per_sm)
     hints = str(config["load"]), str(config["store"])
-    ahead = bool(config["ahead"]) and len(axes) == 2
-    launch = SlabLaunch(axes, p, w.dtype, inner, slabs, groups, stages, per_sm, grid, *hints, ahead)
+    pair = len(axes) == 2
+    ahead, prefetch = bool(config["ahead"]) and pair, bool(config["prefetch"]) and pair
+    launch = SlabLaunch(axes, p, w.dtype, inner, slabs, groups, stages, per_sm, grid, *hints, ahead, prefetch)
     _check(launch, device)
     if len(axes) == 2 and (stages - 1) * grid * groups >= slabs > 1 and stages > 1:
         raise InvalidConfig(f"stages={stages}: a group has at most {ceil(slabs / (grid * groups))} slabs, fewer stages do")
+    if ahead and slabs <= grid * groups:
+        raise InvalidConfig("ahead: a group has one slab")
     if groups > 1 and groups > slabs:
         raise InvalidConfig(f"groups={groups}: there are {slabs} slabs")
     return launch
@@ -206,7 +225,7 @@ def _launch(w: KronMatmul, axes: tuple[int, ...], config: Mapping[str, Any], dev
 def _check(launch: SlabLaunch, device: Device) -> None:
     """Raise InvalidConfig when a block, or as many as an SM must hold, need more than there is."""
     per_sm = launch.per_sm
-    least = {64: 64, 128: 104}[launch.p] + launch.ahead * launch.p // 2  # for sums and operands
+    least = {64: 80, 128: 128}[launch.p] + launch.ahead * launch.p // 2  # with fewer, ptxas runs one product after the other
     if launch.threads > device.max_threads_per_block or launch.threads * per_sm * least > device.registers_per_sm:
         raise InvalidConfig(f"groups={launch.groups}, per_sm={per_sm}: a thread would have fewer than {least} registers")
     if launch.shared_bytes > device.shared_per_block:

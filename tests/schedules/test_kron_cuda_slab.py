@@ -22,7 +22,7 @@ H200 = resolve_target("nvidia/h200")
 ONE_SM = dataclasses.replace(H200, units=1)  # so that a persistent grid walks over few slabs
 ONE_CLUSTER = dataclasses.replace(H200, units=8)
 SCHEDULE = KronCudaSlab()
-BASE = {"fuse": 2, "spare": 0, "ahead": False, "load": "cg", "store": "wb"}
+BASE = {"fuse": 2, "spare": 0, "ahead": False, "prefetch": False, "load": "cg", "store": "wb"}
 
 
 def equal(m: int, p: int, n: int, dtype: str = "float16") -> KronMatmul:
@@ -53,6 +53,7 @@ def test_lines_of_a_warp_are_written_and_read_free_of_bank_conflicts() -> None:
         (equal(16, 64, 4), [(1, 2, 3), (0,)]),
         (equal(320, 128, 3), [(1, 2), (0,)]),
         (equal(1, 64, 3), [(1, 2), (0,)]),
+        (equal(8, 64, 3), [(1, 2), (0,)]),
     ],
     ids=lambda v: v.label if isinstance(v, KronMatmul) else "",
 )
@@ -63,8 +64,10 @@ def test_default_takes_the_fewest_launches(workload: KronMatmul, axes: list[tupl
 @pytest.mark.parametrize(
     ("workload", "config", "line"),
     [
-        (equal(4, 128, 3), {"fuse": 3, "groups": 2, "stages": 1, "per_sm": 1}, "three factors of 64"),
-        (equal(1024, 64, 3), {"fuse": 3, "groups": 4, "stages": 2, "per_sm": 1}, "stages=2 has no effect"),
+        (equal(4, 128, 3), {"fuse": 3, "groups": 1, "stages": 1, "per_sm": 1}, "three factors of 64"),
+        (equal(1024, 64, 3), {"fuse": 3, "groups": 1, "stages": 2, "per_sm": 1}, "stages=2 has no effect"),
+        (equal(1024, 64, 3), {"fuse": 3, "groups": 1, "stages": 1, "per_sm": 1, "load": "tma"}, "the same kernel"),
+        (equal(200, 64, 2), {"groups": 1, "stages": 1, "per_sm": 2, "ahead": True}, "a group has one slab"),
         (equal(1024, 64, 2), {"groups": 4, "stages": 1, "per_sm": 4}, "registers"),
         (equal(1024, 128, 2), {"groups": 2, "stages": 3, "per_sm": 1}, "shared memory"),
         (equal(10, 64, 2), {"groups": 1, "stages": 2, "per_sm": 1}, "fewer stages do"),
@@ -96,12 +99,13 @@ def test_adjacent_factors_are_multiplied_out(factors: list[int], groups: tuple[t
 MIXED = KronMatmul(1, [(64, 64), (4, 4), (16, 16), (2, 2), (2, 2), (16, 16)], "float16")
 RUNS = [
     (equal(3, 64, 2), {"groups": 1, "stages": 1, "per_sm": 1}, ONE_SM, "forward"),
+    (equal(5, 64, 2), {"groups": 2, "stages": 3, "per_sm": 1, "ahead": True, "prefetch": True}, ONE_SM, "random"),
     (equal(9, 64, 2, "bfloat16"), {"groups": 2, "stages": 2, "per_sm": 1, "load": "wide", "store": "cs"}, ONE_SM, "reverse"),
-    (equal(5, 128, 2), {"groups": 1, "stages": 2, "per_sm": 1, "ahead": True}, ONE_SM, "random"),
-    (equal(1, 64, 3), {"groups": 4, "stages": 3, "per_sm": 1}, ONE_SM, "random"),
-    (equal(3, 64, 3), {"fuse": 3, "groups": 4, "stages": 1, "per_sm": 1}, ONE_CLUSTER, "reverse"),
+    (equal(5, 128, 2), {"groups": 1, "stages": 2, "per_sm": 1, "load": "tma", "prefetch": True}, ONE_SM, "random"),
+    (equal(1, 64, 3), {"groups": 4, "stages": 3, "per_sm": 1, "ahead": True, "load": "tma"}, ONE_SM, "random"),
+    (equal(3, 64, 3), {"fuse": 3, "groups": 1, "stages": 1, "per_sm": 1}, ONE_CLUSTER, "reverse"),
     (MIXED, {"groups": 2, "stages": 1, "per_sm": 1}, H200, "random"),
-    (equal(1, 64, 3, "bfloat16"), {"fuse": 3, "groups": 2, "stages": 1, "per_sm": 1, "spare": 1}, H200, "forward"),
+    (equal(5, 64, 3, "bfloat16"), {"fuse": 3, "groups": 1, "stages": 1, "per_sm": 1, "spare": 1}, H200, "forward"),
 ]
 
 

@@ -55,8 +55,8 @@ def test_places_differ_and_no_access_has_a_bank_conflict() -> None:
 
 @pytest.mark.parametrize(("threads", "prefetch"), [(256, "registers"), pytest.param(512, "split", marks=pytest.mark.slow)])
 def test_computes_the_reference(threads: int, prefetch: str) -> None:
-    config = {"threads": threads, "prefetch": prefetch, "load": "nc", "store": "wb", "unroll": 2}
-    workload = KronMatmul(2, [(8, 8)] * 5)
+    config = {"threads": threads, "prefetch": prefetch, "l2": "none", "load": "nc", "store": "wb", "unroll": 2}
+    workload = KronMatmul(3, [(8, 8)] * 5)
     assert run_schedule(SCHEDULE, workload, config, ONE_SM, order="random") <= 2e-6  # as exact as plain FMA
 
 
@@ -73,4 +73,4 @@ def test_other_shapes_and_small_devices_are_refused_in_one_line() -> None:
     small = dataclasses.replace(H200, shared_per_block=100_000)
     assert "shared memory" in str(SCHEDULE.supports(KronMatmul(4, [(8, 8)] * 5), small))
     with pytest.raises(InvalidConfig, match="no next row"):
-        plan_chain8(4, {"threads": 512, "prefetch": "split", "load": "nc", "store": "wb", "unroll": 1}, H200)
+        plan_chain8(4, {"threads": 512, "prefetch": "split", "l2": "first", "load": "nc", "store": "wb", "unroll": 1}, H200)
