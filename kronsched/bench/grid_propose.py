@@ -109,10 +109,7 @@ def _defaults(ask: Ask, spaces: Mapping[str, SearchSpace]) -> dict[Candidate, fl
 
 
 def _expected_us(ask: Ask, name: str, config: Config) -> float:
-    """What the schedule's own model says where it has one."""
-    schedule = registry.schedule(name)
-    says = schedule.features(ask.workload, config, ask.device).get("predicted_us")
-    return guessed_us(schedule, ask.workload, ask.device) if says is None else float(says)
+    return guessed_us(registry.schedule(name), ask.workload, ask.device, config)
 
 
 def _moved(

@@ -29,6 +29,8 @@ SEED_TRIALS = 12
 SEED_SHARE = 0.1
 """Of the time that the first shapes may take together."""
 VISIT_TRIALS = 4
+LOOK_TRIALS = 2
+"""Of the first visit to a shape that a log knows: a default and a hint, for schedules may have changed since."""
 NEIGHBOURS = 6
 """Nearest measured shapes of the group that are asked for hints."""
 HINTS = 3
@@ -131,7 +133,8 @@ class GridSearch:
         if not open_:
             return None
         index = max(open_, key=self.gain)
-        return self._visit(index, min(VISIT_TRIALS, self.trials - len(self.shapes[index].asked)))
+        shape = self.shapes[index]
+        return self._visit(index, min(VISIT_TRIALS if shape.visits else LOOK_TRIALS, self.trials - len(shape.asked)))
 
     def _first_trials(self, index: int, budget: float) -> int:
         """Trials of a first visit: fewer where time is too short for all shapes."""

@@ -1,4 +1,4 @@
-"""Sums up the rows of a large suite by groups: dtype, and for Kronecker-sparse products layout and kind of pattern.
+"""Sums up the rows of a large suite by groups: dtype, and layout and pattern (KS) or kind of weights (4-bit Gemm).
 
 Read first: `group_of`, `groups`.
 """
@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kronsched.bench.row import Row, best_geomean, joules_geomean
+from kronsched.quant.layout import TILE_K, TILE_N
 from kronsched.workloads.base import Workload
+from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.ks import KSMatmul
 
 NEVER_SLOWER = 0.97
@@ -49,7 +51,14 @@ class Group:
 
 
 def group_of(workload: Workload) -> str:
-    """Such as "float16 batch_first d>1"; the dtype alone for other families."""
+    """Such as "float16 batch_first d>1" or, of 4-bit weights, "float16 asymmetric ragged"; the dtype alone for other families."""
+    if isinstance(workload, Gemm) and not workload.is_dense:
+        kinds = {
+            workload.zero_point: workload.zero_point != "symmetric",
+            "act-order": workload.act_order,
+            "ragged": workload.n % TILE_N != 0 or workload.k % TILE_K != 0,
+        }
+        return " ".join([workload.a_dtype, *(kind for kind, has in kinds.items() if has)])
     if not isinstance(workload, KSMatmul):
         return workload.compute_dtype
     kind = "chain" if len(workload.patterns) > 1 else "d=1" if workload.patterns[0][3] == 1 else "d>1"

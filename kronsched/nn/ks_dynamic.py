@@ -5,7 +5,8 @@ contiguous tensor: the columns are copied into the next bucket (`column_plan`), 
 copied out of it; both copies are saved where the batch is a bucket or was tuned. What is the same for both: a batch that was
 tuned gets its own kernel, and other buckets the config of the nearest tuned one.
 
-Where torch's own matmuls were measured to be faster, they serve the call (ks_select.py).
+Where torch's own matmuls were measured to be faster, they serve the call (ks_select.py). Kernels with an epilogue take the
+configs of the plain product's records; ks_fused_kernels.py says when they serve.
 
 Read first: `column_plan`, `KSKernels`.
 """
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from math import log2
 from typing import TYPE_CHECKING
 
+from kronsched import registry
 from kronsched.errors import CompileError, InvalidConfig, UnsupportedError
 from kronsched.hardware import resolve_target
 from kronsched.nn import nearby
@@ -25,6 +28,7 @@ from kronsched.runtime.cache import get_or_build
 from kronsched.runtime.load import load
 from kronsched.runtime.module import TunedModule
 from kronsched.workloads.ks import KSMatmul, Pattern
+from kronsched.workloads.ks_epilogue import NONE, Epilogue
 
 if TYPE_CHECKING:
     import torch
@@ -52,19 +56,20 @@ def column_plan(n: int, cap: int = 1 << _LARGEST_POWER) -> list[tuple[int, int, 
 
 
 class KSKernels:
-    """The kernels of one chain of patterns, layout, dtype and device, built as they are needed. Thread-safe."""
+    """The kernels of one chain of patterns, layout, dtype, device and epilogue, built as they are needed. Thread-safe."""
 
-    def __init__(self, patterns: Sequence[Pattern], layout: str, dtype: str, device: str) -> None:
+    def __init__(self, patterns: Sequence[Pattern], layout: str, dtype: str, device: str, epilogue: Epilogue = NONE) -> None:
         """Nothing is built yet. `device`: "auto", "cpu", "cuda" or "cuda:N"."""
         one = KSMatmul(batch=1, pattern=tuple(patterns), dtype=dtype, layout=layout)
         self.patterns, self.layout, self.dtype = one.patterns, layout, dtype
-        self.features_out = one.sizes[-1]
-        self._device = resolve_target(device)
-        if not self._device.present:
+        self.features_out, self.epilogue = one.sizes[-1], epilogue
+        self.target = resolve_target(device)
+        if not self.target.present:
             raise UnsupportedError(f"device={device!r} is not on this machine")
-        self.device = f"cuda:{self._device.index}" if self._device.kind == "cuda" else "cpu"
+        self.on_cpu = self.target.kind == "cpu"
+        self.device = "cpu" if self.on_cpu else f"cuda:{self.target.index}"
         self._cap = next(1 << e for e in range(_LARGEST_POWER, -1, -1) if self._fits(1 << e))
-        self.library = LibraryCalls(self.patterns, layout, dtype, self._device, self._tuned_us)
+        self.library = LibraryCalls(self.patterns, layout, dtype, self.target, self._tuned_us)
         self._lock = threading.Lock()
         self.modules: dict[int, TunedModule] = {}
         self._tuned: dict[int, TuningRecord] | None = None
@@ -83,6 +88,15 @@ class KSKernels:
             for _, _, bucket in self.plan(n):
                 self.module(bucket)
 
+    def workload(self, batch: int) -> KSMatmul:
+        """The workload of a batch."""
+        e = self.epilogue
+        return KSMatmul(batch, self.patterns, self.dtype, self.layout, e.bias, e.activation, e.residual)
+
+    def nearest(self, batch: int) -> int | None:
+        """The batch nearest to this one, by ratio, for which there is a record."""
+        return min(self._known(), key=lambda n: abs(log2(n / batch)), default=None)
+
     def module(self, batch: int) -> TunedModule:
         """The kernel for exactly this batch, built when there is none."""
         found = self.modules.get(batch)
@@ -90,53 +104,73 @@ class KSKernels:
             with self._lock:
                 found = self.modules.get(batch)
                 if found is None:
-                    found = self.modules[batch] = self._build(self._workload(batch))
+                    found = self.modules[batch] = self._build(self.workload(batch))
         return found
 
-    def __call__(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Y of x, (n, features) or (features, n) by the layout, n ≥ 1, and of the weights (a, b, c, d), without autograd."""
         n = x.shape[0] if self.layout == "batch_first" else x.shape[1]
-        library = self.library.name(n)
+        library = None if self.epilogue else self.library.name(n)
         if library is not None:
             return self.library.run(library, x, weights)
+        fixed = [*weights] if bias is None else [*weights, bias]
         spans = self.plan(n)
         if len(spans) == 1 and spans[0][2] == n:
-            result: torch.Tensor = self.module(n)(x, *weights)
+            more = () if residual is None else (residual,)
+            result: torch.Tensor = self.module(n)(x, *fixed, *more)
             return result
-        weights = [w.contiguous() for w in weights]
-        return self._by_rows(x, weights, spans) if self.layout == "batch_first" else self._by_columns(x, weights, spans)
+        fixed = [t.contiguous() for t in fixed]
+        along = self._by_rows if self.layout == "batch_first" else self._by_columns
+        return along(x, fixed, residual, spans)
 
-    def _by_rows(self, x: torch.Tensor, weights: Sequence[torch.Tensor], spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        x = x.contiguous()
+    def _by_rows(
+        self,
+        x: torch.Tensor,
+        fixed: Sequence[torch.Tensor],
+        residual: torch.Tensor | None,
+        spans: Sequence[tuple[int, int, int]],
+    ) -> torch.Tensor:
+        whole = [x.contiguous()] if residual is None else [x.contiguous(), residual.contiguous()]
         out = x.new_empty((x.shape[0], self.features_out))
         for start, rows, bucket in spans:
-            self.module(bucket).call_torch([x[start : start + rows], *weights], out[start : start + rows])
+            part, *more = (t[start : start + rows] for t in whole)
+            self.module(bucket).call_torch([part, *fixed, *more], out[start : start + rows])
         return out
 
     def _by_columns(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], spans: Sequence[tuple[int, int, int]]
+        self,
+        x: torch.Tensor,
+        fixed: Sequence[torch.Tensor],
+        residual: torch.Tensor | None,
+        spans: Sequence[tuple[int, int, int]],
     ) -> torch.Tensor:
+        whole = [x] if residual is None else [x, residual]
         out = x.new_empty((self.features_out, x.shape[1]))
         for start, columns, bucket in spans:
-            padded = x.new_empty((x.shape[0], bucket))
-            padded[:, :columns] = x[:, start : start + columns]
-            padded[:, columns:] = 0
-            out[:, start : start + columns] = self.module(bucket).call_torch([padded, *weights], None)[:, :columns]
+            padded, *more = (_padded(t[:, start : start + columns], bucket) for t in whole)
+            y = self.module(bucket).call_torch([padded, *fixed, *more], None)
+            out[:, start : start + columns] = y[:, :columns]
         return out
 
     def _fits(self, batch: int) -> bool:
         try:
-            self._workload(batch)
+            self.workload(batch)
         except UnsupportedError:
             return False
         return True
 
-    def _workload(self, batch: int) -> KSMatmul:
-        return KSMatmul(batch=batch, pattern=self.patterns, dtype=self.dtype, layout=self.layout)
-
     def _known(self) -> dict[int, TuningRecord]:
         if self._tuned is None:
-            self._tuned = nearby.tuned_sizes(self._workload(1), self._device, "batch")
+            plain = self.workload(1).plain
+            self._tuned = nearby.tuned_sizes(plain, self.target, "batch")
+            if self.epilogue:
+                self._tuned |= nearby.tuned_sizes(self.workload(1), self.target, "batch")
         return self._tuned
 
     def _tuned_us(self, batch: int) -> float | None:
@@ -145,14 +179,24 @@ class KSKernels:
 
     def _build(self, workload: KSMatmul) -> TunedModule:
         tuned = self._known()
-        for record in nearby.usable(workload, self._device, tuned, "batch") if workload.batch not in tuned else ():
+        own = workload.batch in tuned and registry.workload_from_dict(tuned[workload.batch].workload) == workload
+        for record in nearby.usable(workload, self.target, tuned, "batch") if not own else ():
             try:
-                artefact = get_or_build(workload, record.space["name"], record.config, self._device)
+                artefact = get_or_build(workload, record.space["name"], record.config, self.target)
             except (CompileError, InvalidConfig):
                 continue
-            origin = f"config of batch={record.workload['batch']}, not measured"
-            return TunedModule.from_artefact(artefact, device_index=self._device.index, origin=origin)
+            same = " without an epilogue" if self.epilogue and "bias" not in record.workload else ""
+            origin = f"config of batch={record.workload['batch']}{same}, not measured"
+            return TunedModule.from_artefact(artefact, device_index=self.target.index, origin=origin)
         return load(workload, device=self.device)
+
+
+def _padded(columns: torch.Tensor, bucket: int) -> torch.Tensor:
+    """Columns, with zeros behind them."""
+    padded = columns.new_empty((columns.shape[0], bucket))
+    padded[:, : columns.shape[1]] = columns
+    padded[:, columns.shape[1] :] = 0
+    return padded
 
 
 # -- kernels shared by every caller of this process ----------------------------------------------------
@@ -173,5 +217,8 @@ def kernels_for(patterns: tuple[Pattern, ...], layout: str, dtype: str, device: 
 
 def clear() -> None:
     """Forget the shared kernels, so that the next call looks into the logs again, such as after tuning."""
+    from kronsched.nn import ks_fused_kernels
+
     with _shared_lock:
         _shared.clear()
+    ks_fused_kernels.clear()

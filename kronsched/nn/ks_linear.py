@@ -15,16 +15,21 @@ from kronsched.nn.ks_autograd import by_torch
 from kronsched.nn.ks_functional import ks_matmul
 from kronsched.nn.ks_nearest import nearest_ks
 from kronsched.workloads.ks import LAYOUTS, KSMatmul, Pattern, pattern_in, pattern_out
+from kronsched.workloads.ks_epilogue import check_activation
 
 KSMM_FORMATS = ("kernel", "bmm", "einsum", "dense")
 
 
 class KSLinear(nn.Module):
-    """y = K_N … K_1 x + bias: `nn.Linear` whose weight is a product of matrices with the nonzeros of I_a ⊗ 1_{b×c} ⊗ I_d.
+    """y = act(K_N … K_1 x + bias) + residual: `nn.Linear` whose weight is a product of Kronecker-sparse matrices.
+
+    A Kronecker-sparse matrix has the nonzeros of I_a ⊗ 1_{b×c} ⊗ I_d.
 
     patterns: (a, b, c, d), or up to 32 of them, the first one applied first; a·b·d of one equals a·c·d of the next.
     `weights` holds a parameter (a, b, c, d) for each, `bias` (out_features,) or None.
     layout: "batch_first", x (…, in_features) and y (…, out_features); or "batch_last", x (in_features, …), y (out_features, …).
+    activation: None, "relu", "gelu" (x·Φ(x), torch's default) or "silu". It, the bias and a residual given to `forward` are part
+    of the kernel, in training too. A residual of another dtype than y is added by torch, which promotes.
     Any batch, of any number of dimensions: a few kernels serve all sizes.
     Weights start uniform so that y has the variance that `nn.Linear` gives it; the bias starts as in an `nn.Linear` of as many
     inputs as an output depends on. Under torch.autocast it computes as `nn.Linear` does; torch.compile sees one operator a
@@ -41,9 +46,12 @@ class KSLinear(nn.Module):
         layout: str = "batch_first",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        activation: str | None = None,
     ) -> None:
         """Make the layer; see the class."""
         super().__init__()
+        check_activation(activation)
+        self.activation = activation
         self.patterns = _checked(patterns)
         if layout not in LAYOUTS:
             raise choose("layout", layout, LAYOUTS)
@@ -129,16 +137,28 @@ class KSLinear(nn.Module):
         columns = torch.eye(pattern_in(self.patterns[0]), device=w.device, dtype=w.dtype)
         return by_torch(columns, list(self.weights), "batch_last")[: self.out_features, : self.in_features]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Y (…, out_features) of x (…, in_features); features first in batch-last."""
-        dim = -1 if self.layout == "batch_first" else 0
-        y = ks_matmul(self._extended(x, dim), list(self.weights), None, self.layout)
-        if y.shape[dim] != self.out_features:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Y (…, out_features) of x (…, in_features), with a residual of y's shape added; features first in batch-last."""
+        dim, made = -1 if self.layout == "batch_first" else 0, pattern_out(self.patterns[-1])
+        bias: Tensor | None = self.bias
+        weights, cut = list(self.weights), made != self.out_features
+        if bias is not None:
+            bias = (F.pad(bias, (0, made - self.out_features)) if cut else bias).to(weights[0].dtype)
+        if residual is not None and isinstance(x, Tensor):
+            self._check_residual(residual, x)
+        fused = residual if not cut and isinstance(x, Tensor) and _has_dtype_of_y(residual, x) else None
+        y = ks_matmul(self._extended(x, dim), weights, None, self.layout, bias, self.activation, fused)
+        if cut:
             y = y.narrow(dim, 0, self.out_features)
-        if self.bias is None:
-            return y
-        bias = self.bias.to(y.dtype)
-        return y + (bias if dim == -1 else bias.reshape(-1, *[1] * (y.dim() - 1)))
+        return y if residual is None or fused is not None else y + residual
+
+    def _check_residual(self, residual: Any, x: Tensor) -> None:
+        """A residual that torch adds would be broadcast, or would broadcast y."""
+        _check_tensor("residual", residual)
+        batch = x.shape[:-1] if self.layout == "batch_first" else x.shape[1:]
+        shape = (*batch, self.out_features) if self.layout == "batch_first" else (self.out_features, *batch)
+        if tuple(residual.shape) != shape:
+            raise ArgumentError(f"residual has shape {tuple(residual.shape)}, {shape} is needed, that of y")
 
     def _extended(self, x: Tensor, dim: int) -> Tensor:
         """X with zeros for the features that the patterns have and the layer has not (`MonarchLinear`)."""
@@ -154,12 +174,20 @@ class KSLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, patterns={list(self.patterns)}, "
             f"bias={self.bias is not None}, layout={self.layout!r}"
-        )
+        ) + (f", activation={self.activation!r}" if self.activation else "")
 
 
 def _checked(patterns: Any) -> tuple[Pattern, ...]:
     """The patterns as `KSMatmul` takes them; its message names the field `pattern`."""
     return KSMatmul(batch=1, pattern=patterns).patterns
+
+
+def _has_dtype_of_y(residual: Any, x: Tensor) -> bool:
+    """Whether a residual can be added in the kernel."""
+    kind, dtype = x.device.type, x.dtype
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    return isinstance(residual, Tensor) and residual.dtype == dtype
 
 
 def _check_tensor(name: str, value: Any) -> None:

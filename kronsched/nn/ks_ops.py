@@ -1,8 +1,8 @@
-"""The torch custom operator behind `ks_matmul` in a compiled or traced graph.
+"""The torch custom operators behind `ks_matmul` in a compiled or traced graph.
 
-`kronsched::ks(Tensor x, Tensor[] weights, str layout)` serves any batch, has a fake implementation and a derivative, so that
-torch.compile(fullgraph=True) sees one opaque operator for every batch. Eager calls do
-not come here: a custom op costs more than a launch.
+`kronsched::ks(Tensor x, Tensor[] weights, str layout)`, and `kronsched::ks_fused` with bias, activation and residual, serve any
+batch, have a fake implementation and a derivative, so that torch.compile(fullgraph=True) sees one opaque operator for every
+batch. Eager calls do not come here: a custom op costs more than a launch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _ks(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
 
 
 @_ks.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
+def _empty(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
     a, b, _, d = weights[-1].shape
     return x.new_empty((x.shape[0], a * b * d) if layout == "batch_first" else (a * b * d, x.shape[1]))
 
@@ -46,3 +46,51 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor | None
 
 
 _ks.register_autograd(_backward, setup_context=_setup_context)
+
+
+# -- with an epilogue -----------------------------------------------------------------------------------
+
+
+def ks_fused(
+    x: Tensor, weights: Sequence[Tensor], layout: str, bias: Tensor | None, activation: str | None, residual: Tensor | None
+) -> Tensor:
+    """`ks_fused.product_with` as one operator."""
+    result: Tensor = torch.ops.kronsched.ks_fused(x, list(weights), layout, bias, activation, residual)
+    return result
+
+
+@torch.library.custom_op("kronsched::ks_fused", mutates_args=())
+def _ks_fused(
+    x: Tensor, weights: Sequence[Tensor], layout: str, bias: Tensor | None, activation: str | None, residual: Tensor | None
+) -> Tensor:
+    from kronsched.nn.ks_fused import run_with
+
+    return run_with(x, weights, layout, bias, activation, residual)
+
+
+@_ks_fused.register_fake
+def _(
+    x: Tensor, weights: Sequence[Tensor], layout: str, bias: Tensor | None, activation: str | None, residual: Tensor | None
+) -> Tensor:
+    result: Tensor = _empty(x, weights, layout)
+    return result
+
+
+def _setup_fused(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    from kronsched.nn.ks_fused import needs_output
+
+    x, weights, ctx.layout, bias, ctx.activation, residual = inputs
+    ctx.save_for_backward(output if needs_output(ctx.activation, residual) else None, bias, x, *weights)
+
+
+def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    from kronsched.nn.ks_fused import gradient_with
+
+    y, bias, x, *weights = ctx.saved_tensors
+    of_x, of_weights, _, of_bias, _, of_residual = ctx.needs_input_grad
+    needs = [of_x, *of_weights, of_bias, of_residual]
+    dx, *dweights, dbias, dresidual = gradient_with(x, weights, bias, y, grad, needs, ctx.layout, ctx.activation)
+    return dx, dweights, None, dbias, None, dresidual
+
+
+_ks_fused.register_autograd(_backward_fused, setup_context=_setup_fused)

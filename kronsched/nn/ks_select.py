@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kronsched.errors import ArgumentError, RecordError, UnsupportedError
+from kronsched.errors import ArgumentError, RecordError, UnsupportedError, UserError, choose
 from kronsched.records.schema import RecordWarning
 from kronsched.workloads.ks import KSMatmul, Pattern
 
@@ -92,15 +92,21 @@ class Selector:
         kernel_us: of our kernel, where a log knows better than the table.  measured: False leaves out what the table knows of
         this very shape, to judge the prediction.
         """
+        kernel, library, how = self.times(workload, kernel_us, measured)
+        if not library and how != "measured":
+            return Choice(KERNEL, how)
+        return Choice(_fastest(kernel, library, CLEARLY if how == "measured" else CLEARLY_PREDICTED), how)
+
+    def times(
+        self, workload: KSMatmul, kernel_us: float | None = None, measured: bool = True
+    ) -> tuple[float | None, Mapping[str, float], str]:
+        """(time of our kernel, times of formulations, how they are known); arguments as those of `choose`."""
         entry = self._exact.get(workload.key) if measured else None
         if entry is not None:
-            ours = min((us for us in (entry.kernel_us, kernel_us) if us), default=None)
-            return Choice(_fastest(ours, entry.library_us, CLEARLY), "measured")
+            return min((us for us in (entry.kernel_us, kernel_us) if us), default=None), entry.library_us, "measured"
         times = self.predict(workload)
-        if not times:
-            return Choice(KERNEL, "nothing near was measured")
         kernel = times.pop(KERNEL, None)
-        return Choice(_fastest(kernel, times, CLEARLY_PREDICTED), "predicted")
+        return kernel, times, "predicted" if times or kernel else "nothing near was measured"
 
     def predict(self, workload: KSMatmul) -> dict[str, float]:
         """What is expected of each name, on a scale of this workload's own: the smaller the faster. Empty when all is far.
@@ -183,15 +189,22 @@ def read_table(path: Path) -> tuple[str, list[Entry]]:
         return str(data["device"]), [_entry(item) for item in data["entries"]]
     except OSError as e:
         raise RecordError(f"table {str(path)!r} cannot be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:  # ArgumentError is a ValueError
+    except UserError as e:
+        raise RecordError(f"table {str(path)!r}: {e}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise RecordError(f"table {str(path)!r} is damaged: {type(e).__name__}: {e}") from None
 
 
 def _entry(item: Mapping[str, Any]) -> Entry:
+    from kronsched.nn.ks_select_library import FORMULATIONS
+
     workload = KSMatmul.from_fields(item["workload"])
     assert isinstance(workload, KSMatmul)
     kernel = item["kernel_us"]
     times = {str(name): float(us) for name, us in item["library_us"].items()}
+    unknown = next((name for name in times if name not in FORMULATIONS), None)
+    if unknown is not None:
+        raise choose("library_us", unknown, list(FORMULATIONS))
     if not all(1e-3 < us < 1e12 for us in (*times.values(), 1.0 if kernel is None else float(kernel))):
         raise ValueError("a time is not between 0.001 and 1e12 µs")
     return Entry(workload, None if kernel is None else float(kernel), times)
@@ -259,10 +272,21 @@ class LibraryCalls:
             self._names[batch] = self._choose(batch)
         return self._names[batch]
 
+    def saved_us(self, batch: int) -> float | None:
+        """Microseconds that the formulation for a batch saves; None where our kernels serve it."""
+        name, selector = self.name(batch), selector_for(self._device.name)
+        if name is None or selector is None:
+            return None
+        kernel, library, _ = selector.times(self._workload(batch), self._kernel_us(batch))
+        return math.inf if kernel is None else kernel - library[name]
+
     def run(self, name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Y of contiguous or other x by a formulation."""
         result: Tensor = self._call(name, weights)(x.contiguous())
         return result
+
+    def _workload(self, batch: int) -> KSMatmul:
+        return KSMatmul(batch=batch, pattern=self._patterns, dtype=self._dtype, layout=self._layout)
 
     def _choose(self, batch: int) -> str | None:
         selector = selector_for(self._device.name)
@@ -271,7 +295,7 @@ class LibraryCalls:
         from kronsched.nn.ks_select_library import serves
 
         try:
-            workload = KSMatmul(batch=batch, pattern=self._patterns, dtype=self._dtype, layout=self._layout)
+            workload = self._workload(batch)
         except UnsupportedError:
             return None
         name = selector.choose(workload, self._kernel_us(batch)).name

@@ -27,7 +27,7 @@ class MonarchLinear(KSLinear):
     in_features, out_features: any; rounded up to multiples of `blocks` inside, as fly's MonarchLinear does (x gets zeros, y is
     cut).  blocks: blocks of both factors.  width: outputs of a block of the first factor; the default is the smaller one of
     in_features/blocks and out_features/blocks, as in fly. The rank of each block of the product is width/blocks, so width must be
-    a multiple of blocks for `from_dense`.  bias, layout, device, dtype: as in `KSLinear`.
+    a multiple of blocks for `from_dense`.  bias, layout, device, dtype, activation: as in `KSLinear`.
     Raises ArgumentError or ArgumentTypeError naming the argument.
     """
 
@@ -41,6 +41,7 @@ class MonarchLinear(KSLinear):
         layout: str = "batch_first",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        activation: str | None = None,
     ) -> None:
         """Make the layer; see the class."""
         for name, value in (("in_features", in_features), ("out_features", out_features), ("blocks", blocks)):
@@ -48,7 +49,8 @@ class MonarchLinear(KSLinear):
         p, s = -(-in_features // blocks), -(-out_features // blocks)
         q = min(p, s) if width is None else width
         _check_size("width", q)
-        super().__init__([(blocks, q, p, 1), (1, s, q, blocks)], bias=False, layout=layout, device=device, dtype=dtype)
+        patterns = [(blocks, q, p, 1), (1, s, q, blocks)]
+        super().__init__(patterns, bias=False, layout=layout, device=device, dtype=dtype, activation=activation)
         self._narrow(in_features, out_features, bias)
 
     def _narrow(self, in_features: int, out_features: int, bias: bool) -> None:
@@ -117,7 +119,7 @@ class ButterflyLinear(KSLinear):
     """A butterfly layer n → n: one factor for each radix, dense blocks of that size at growing strides, as in an FFT.
 
     n: features in and out.  radices: sizes ≥ 2 with product n, innermost stride first; the default is the prime factors of n,
-    the classic 2 × 2 butterfly where n is a power of two.  bias, layout, device, dtype: as in `KSLinear`.
+    the classic 2 × 2 butterfly where n is a power of two.  bias, layout, device, dtype, activation: as in `KSLinear`.
     Raises ArgumentError or ArgumentTypeError naming the argument.
     """
 
@@ -129,10 +131,11 @@ class ButterflyLinear(KSLinear):
         layout: str = "batch_first",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        activation: str | None = None,
     ) -> None:
         """Make the layer; see the class."""
         patterns = butterfly_patterns(n, radices)
-        super().__init__(patterns, bias=bias, layout=layout, device=device, dtype=dtype)
+        super().__init__(patterns, bias=bias, layout=layout, device=device, dtype=dtype, activation=activation)
         self.radices = tuple(b for _, b, _, _ in patterns)
 
     @classmethod

@@ -73,7 +73,13 @@ def _records(folder: Path, workload: Workload, device: Device, field: str) -> It
 
 def _agrees(given: Mapping[str, Any], wanted: Mapping[str, Any], field: str) -> bool:
     size = given.get(field)
-    return isinstance(size, int) and size > 0 and all(given.get(name) == value for name, value in wanted.items())
+    if not (isinstance(size, int) and size > 0 and all(given.get(name) == value for name, value in wanted.items())):
+        return False
+    try:  # fields that `wanted` has not must say nothing, such as a default that old logs spell out
+        found = registry.workload_from_dict(given).to_dict()
+    except ArgumentError:
+        return False
+    return {name: value for name, value in found.items() if name != field} == wanted
 
 
 def _time(record: TuningRecord) -> float:

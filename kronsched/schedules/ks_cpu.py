@@ -25,10 +25,11 @@ from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.base import Schedule, Scheduled
 from kronsched.schedules.kron_cpu_plan import register_count
-from kronsched.schedules.ks_parts import checked_space, factor_tensors, launch_of, renamed
+from kronsched.schedules.ks_parts import checked_space, ending, factor_tensors, launch_of, renamed, without_unused
 from kronsched.space import Config, Knob, SearchSpace, Value, load_knobs
 from kronsched.workloads.base import TensorSpec, Workload
 from kronsched.workloads.ks import KSMatmul, Pattern, pattern_in, pattern_out
+from kronsched.workloads.ks_epilogue import Epilogue
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -142,9 +143,11 @@ class KSCpu(Schedule):
         acc = DTYPES[workload.dtype].accumulate
         funcs, launches, scratch = {}, [], []
         for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, acc), strict=True)):
-            sch = _schedule(_program(plan, *tensors, acc), plan, bool(config["parallel"]))
+            epilogue, more = ending(workload, i)
+            func = renamed(_program(plan, *tensors, acc, epilogue), *tensors, *more)
+            sch = _schedule(func, plan, bool(config["parallel"]))
             funcs[f"ks_{i}"] = sch.mod["main"].with_attr("global_symbol", f"ks_{i}")
-            launches.append(launch_of(f"ks_{i}", *tensors))
+            launches.append(launch_of(f"ks_{i}", *tensors, *more))
             scratch.append(tensors[-1])
         return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch[:-1]))
 
@@ -216,9 +219,11 @@ def _nearest(values: tuple[Value, ...], want: Any) -> Value:
 # -- the program ----------------------------------------------------------------------------------------
 
 
-def _program(p: FactorPlan, source: TensorSpec, weight: TensorSpec, target: TensorSpec, acc: str) -> Any:
-    """The TensorIR of one factor. g: weights as they are read; s: sums of a tile; y: the output."""
+def _program(p: FactorPlan, source: TensorSpec, weight: TensorSpec, target: TensorSpec, acc: str, epilogue: Epilogue) -> Any:
+    """The TensorIR of one factor and what follows it. g: weights as they are read; s: sums of a tile; y: the output."""
     from tvm.script import tirx as T
+
+    from kronsched.schedules.ks_cpu_epilogue import activated_fast
 
     a, b, c, d = p.pattern
     n, first, packed = p.batch, p.batch_first, p.along == "j"
@@ -245,11 +250,20 @@ def _program(p: FactorPlan, source: TensorSpec, weight: TensorSpec, target: Tens
     def factor(g: Any, w: Any, i: Any, j: Any, k: Any, m: Any) -> Any:
         return g[i, m, k, j] if packed else g[i, j, k, m] if widened else w[i, j, k, m]
 
+    def end(value: Any, bias: Any, residual: Any, *place: Any) -> Any:
+        """A sum on its way to y: place (sample, i, j, l)."""
+        if epilogue.bias:
+            value = value + T.Cast(acc, bias[place[1:]])
+        value = activated_fast(epilogue.activation, value, acc)
+        return T.Cast(target.dtype, value + T.Cast(acc, at(residual, *place)) if epilogue.residual else value)
+
     @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
     def main(
         x: T.Buffer(x_shape, source.dtype),  # type: ignore[valid-type]
         w: T.Buffer((a, b, c, d), weight.dtype),  # type: ignore[valid-type]
         y: T.Buffer(y_shape, target.dtype),  # type: ignore[valid-type]
+        bias: T.Buffer((a, b, d), target.dtype),  # type: ignore[valid-type]
+        residual: T.Buffer(y_shape, target.dtype),  # type: ignore[valid-type]
     ) -> None:
         s = T.sblock_alloc_buffer(s_shape, acc)
         g = T.sblock_alloc_buffer(g_shape, acc)
@@ -274,16 +288,16 @@ def _program(p: FactorPlan, source: TensorSpec, weight: TensorSpec, target: Tens
         for tn, i, tl, tj, un, uj, ul in T.grid(tiles_n, a, tiles_l, tiles_j, p.tile_n, p.tile_j, p.tile_l):
             with T.sblock("y"):
                 vn, vi, vl, vj, wn, wj, wl = T.axis.remap("SSSSSSS", [tn, i, tl, tj, un, uj, ul])
+                value = T.meta_var(s[vn, vi, vl, vj, far(wn, wj), near(wn, wj), wl])
+                sample = T.meta_var(begin(vn, p.tile_n, n) + wn)
+                j = T.meta_var(begin(vj, p.tile_j, b) + wj)
+                m = T.meta_var(begin(vl, p.tile_l, d) + wl)
                 if first:
-                    y[begin(vn, p.tile_n, n) + wn, vi, begin(vj, p.tile_j, b) + wj, begin(vl, p.tile_l, d) + wl] = T.Cast(
-                        target.dtype, s[vn, vi, vl, vj, far(wn, wj), near(wn, wj), wl]
-                    )
+                    y[sample, vi, j, m] = end(value, bias, residual, sample, vi, j, m)
                 else:
-                    y[vi, begin(vj, p.tile_j, b) + wj, begin(vl, p.tile_l, d) + wl, begin(vn, p.tile_n, n) + wn] = T.Cast(
-                        target.dtype, s[vn, vi, vl, vj, far(wn, wj), near(wn, wj), wl]
-                    )
+                    y[vi, j, m, sample] = end(value, bias, residual, sample, vi, j, m)
 
-    return renamed(main, source, weight, target)
+    return without_unused(main, epilogue)
 
 
 # -- the primitives -------------------------------------------------------------------------------------

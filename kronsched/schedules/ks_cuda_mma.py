@@ -6,8 +6,9 @@
 `KSCudaSorted`, for large d, sorts X (batch, a, c, d) into (batch, a·d, c) before the product, which is one of the pattern
 (a·d, b, c, 1), and merges Y behind it (ks_sort.py): three trips through memory, but full rows and large tiles of j.
 
-A fused chain is these launches one behind the other, each overlapping the next: factors do not share a kernel. In bytes that
-could save the intermediate's trips, at most 1.25× to 1.4× for the chains of a ViT-S/16; in 16-bit types it fits in L2 anyway.
+A fused chain is these launches one behind the other, each overlapping the next, all of one config (ks_cuda_each.py: of one each):
+factors do not share a kernel. In bytes that could save the intermediate's trips, at most 1.25× to 1.4× for the chains of a
+ViT-S/16; in 16-bit types it fits in L2 anyway.
 
 Read first: `KSTensorCore.apply`, then ks_mma_plan.py and ks_last_plan.py (tilings), ks_mma_cost.py (how defaults are chosen).
 """
@@ -22,7 +23,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES
-from kronsched.schedules import ks_last_plan, ks_mma_plan
+from kronsched.schedules import ks_last_plan, ks_mma_maps
 from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.schedules.ks_last_plan import LastPlan, plan_last
 from kronsched.schedules.ks_mma_cost import Plan
@@ -30,7 +31,7 @@ from kronsched.schedules.ks_mma_limits import can_overlap, sm_number
 from kronsched.schedules.ks_mma_plan import MmaPlan, plan_mma
 from kronsched.schedules.ks_mma_space import canonical_config, fitting_knobs, least_predicted, mma_features
 from kronsched.schedules.ks_pack import Packing, of_slices, pack_kernel
-from kronsched.schedules.ks_parts import checked_space, factor_tensors, launch_of, renamed
+from kronsched.schedules.ks_parts import checked_space, ending, factor_tensors, launch_of, renamed
 from kronsched.schedules.ks_sort import pays, sort_kernel, sort_us
 from kronsched.space import Config, SearchSpace, load_knobs
 from kronsched.workloads.base import TensorSpec, Workload
@@ -125,12 +126,15 @@ class KSTensorCore(Schedule):
 
         for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, dtype), strict=True)):
             source, weight, target = tensors
+            epilogue, more = ending(workload, i)
             pattern, packing = workload.patterns[i], self.packing(plan)
             if self.sorts:
                 packing = of_slices(packing, pattern[3])
             scratch += [] if i == len(plans) - 1 else [target]
             if overlap:
                 plan = replace(plan, after="factor" if i or self.sorts else "any" if plan.gather else "packing")
+            if epilogue:
+                plan = replace(plan, epilogue=epilogue)
             if not plan.gather:
                 packed = TensorSpec(f"p{i}", (plan.weight_elements,), dtype)
                 pack = pack_kernel(pattern, dtype, plan.weight_elements, packing, early=overlap, follows=i > 0)
@@ -138,7 +142,7 @@ class KSTensorCore(Schedule):
                 scratch.append(packed)
                 weight = packed
             if not self.sorts:
-                add(products, f"ks_{i}", self.kernel(plan, packing), source, weight, target)
+                add(products, f"ks_{i}", self.kernel(plan, packing), source, weight, target, *more)
                 continue
             a, b, c, d = pattern
             x, y = (TensorSpec(f"{name}{i}", (prod(of.shape),), dtype) for name, of in (("s", source), ("m", target)))
@@ -147,6 +151,10 @@ class KSTensorCore(Schedule):
             add(products, f"ks_{i}", self.kernel(plan, packing), x, weight, y)
             add(products, f"ks_merge_{i}", sort_kernel(workload.batch * a, b, d, dtype, merge=True, early=overlap), y, target)
         return Scheduled(tvm.IRModule(funcs), (*packings, *products), tuple(scratch))
+
+    def expected_us(self, workload: Workload, config: Config, device: Device) -> float:
+        """The time that ks_mma_cost.py predicts."""
+        return self.features(workload, config, device)["predicted_us"]
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Waves, occupancy, bytes through each memory level, a predicted time."""
@@ -165,8 +173,8 @@ class KSCudaMma(KSTensorCore):
     layout: ClassVar[str] = "batch_first"
     few: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "mt": (1, 2), "warps_m": (2, 4, 8), "warps_j": (1, 2), "warps_l": (1, 2), "pairs": (1, 2, 3, 4), "lunits": (1, 2),
-        "ksteps": (1, 2, 4), "stages": (3,), "groups": (1,), "weights": ("resident", "stream", "gather"), "store": ("staged",),
-        "min_blocks": (1, 2), "waves": (1,), "mma": ("sync", "wgmma"),
+        "ksteps": (1, 2, 4), "stages": (3,), "groups": (1,), "weights": ("resident", "stream", "gather"),
+        "store": ("staged", "quad"), "min_blocks": (1, 2), "waves": (1,), "mma": ("sync", "wgmma"),
     }  # fmt: skip
 
     def plan(self, workload: KSMatmul, pattern: Pattern, config: Config, device: Device) -> Plan:
@@ -182,8 +190,8 @@ class KSCudaMma(KSTensorCore):
     def packing(self, plan: MmaPlan) -> Packing:
         """See the base class."""
         _, nj, nl = plan.slices
-        low = partial(ks_mma_plan.low_weight, plan) if plan.parts > 1 else None
-        return Packing(partial(ks_mma_plan.weight_at, plan), (nj * plan.jb, plan.chunks * plan.ks, nl * plan.lb), low)
+        low = partial(ks_mma_maps.low_weight, plan) if plan.parts > 1 else None
+        return Packing(partial(ks_mma_maps.weight_at, plan), (nj * plan.jb, plan.chunks * plan.ks, nl * plan.lb), low)
 
     def runs(self, workload: KSMatmul, pattern: Pattern) -> tuple[int, ...]:
         """See the base class: a row of a block i of X and of Y, and of one k where d fills 16 bytes."""
@@ -219,6 +227,8 @@ class KSCudaSorted(KSCudaMma):
         """As the base class says; and float32, d > 1, rows of a slice that are whole 16 bytes, blocks that are large enough."""
         assert isinstance(workload, KSMatmul)
         reason = super().supports(workload, device)
+        if workload.epilogue:
+            return "an epilogue is not served"
         if workload.dtype != "float32":
             return f"{workload.dtype} is not served: float32 is"
         per16 = 16 // DTYPES[workload.dtype].itemsize

@@ -36,7 +36,7 @@ class KSCudaPair(Schedule):
     name: ClassVar[str] = "ks_cuda_pair"
     family: ClassVar[str] = "ks"
     device_kind: ClassVar[str] = "cuda"
-    untuned_share: ClassVar[float] = 0.5
+    untuned_share: ClassVar[float] = 0.58
 
     def supports(self, workload: Workload, device: Device) -> str | None:
         """Chains of two 16-bit factors in batch_first, whose weights and a tile fit in shared memory."""
@@ -90,7 +90,8 @@ class KSCudaPair(Schedule):
         from kronsched.schedules.ks_pair_kernel import pair_kernel
 
         assert isinstance(workload, KSMatmul)
-        plan, tensors = plan_pair(workload, config, device), (*workload.inputs, workload.output)
+        plan = plan_pair(workload, config, device)
+        tensors = (*workload.inputs[:3], workload.output, *workload.inputs[3:])
         func = renamed(pair_kernel(plan), *tensors).with_attr("global_symbol", "ks_pair")
         launch = replace(launch_of("ks_pair", *tensors), overlap=plan.overlap)
         return Scheduled(tvm.IRModule({"ks_pair": func}), (launch,), ())

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.base import Schedule, Scheduled
-from kronsched.schedules.ks_parts import checked_space, factor_tensors, launch_of, renamed
+from kronsched.schedules.ks_parts import checked_space, ending, factor_tensors, launch_of, renamed, without_unused
 from kronsched.space import Config, Knob, SearchSpace, Value, load_knobs
 from kronsched.workloads.base import TensorSpec, Workload
 from kronsched.workloads.ks import KSMatmul, Pattern, pattern_in, pattern_out
+from kronsched.workloads.ks_epilogue import Epilogue, activated
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -136,9 +137,11 @@ class KSCudaSimt(Schedule):
         funcs, launches, scratch = {}, [], []
         plans = plan_tiles(workload, config, device)
         for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, workload.dtype), strict=True)):
-            sch = _schedule(_program(plan, *tensors), plan, int(config["unroll"]))
+            epilogue, more = ending(workload, i)
+            func = renamed(_program(plan, *tensors, epilogue), *tensors, *more)
+            sch = _schedule(func, plan, int(config["unroll"]))
             funcs[f"ks_{i}"] = sch.mod["main"].with_attr("global_symbol", f"ks_{i}")
-            launches.append(launch_of(f"ks_{i}", *tensors))
+            launches.append(launch_of(f"ks_{i}", *tensors, *more))
             scratch.append(tensors[-1])
         return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch[:-1]))
 
@@ -225,7 +228,7 @@ def _nearest(values: tuple[Value, ...], want: int) -> Value:
 # -- the program ----------------------------------------------------------------------------------------
 
 
-def _program(p: TilePlan, source: TensorSpec, weight: TensorSpec, target: TensorSpec) -> Any:
+def _program(p: TilePlan, source: TensorSpec, weight: TensorSpec, target: TensorSpec, epilogue: Epilogue) -> Any:
     """The TensorIR of a launch. xs and ws: block-padded copies with zeros beyond the edges; s: sums by tile, register, thread."""
     from tvm.script import tirx as T
 
@@ -249,11 +252,20 @@ def _program(p: TilePlan, source: TensorSpec, weight: TensorSpec, target: Tensor
             test = T.And(test, index < extent) if size > extent else test
         return test
 
+    def end(value: Any, bias: Any, residual: Any, *place: Any) -> Any:
+        """A sum on its way to y: place (sample, i, j, l)."""
+        if epilogue.bias:
+            value = value + T.Cast(acc, bias[place[1:]])
+        value = activated(epilogue.activation, value, acc)
+        return T.Cast(dtype, value + T.Cast(acc, at(residual, *place)) if epilogue.residual else value)
+
     @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
     def main(
         x: T.Buffer(x_shape, dtype),  # type: ignore[valid-type]
         w: T.Buffer((a, b, c, d), dtype),  # type: ignore[valid-type]
         y: T.Buffer(y_shape, dtype),  # type: ignore[valid-type]
+        bias: T.Buffer((a, b, d), dtype),  # type: ignore[valid-type]
+        residual: T.Buffer(y_shape, dtype),  # type: ignore[valid-type]
     ) -> None:
         xs = T.sblock_alloc_buffer(xs_shape, dtype)
         ws = T.sblock_alloc_buffer((a, size_k, size_j, size_l), dtype)
@@ -294,13 +306,14 @@ def _program(p: TilePlan, source: TensorSpec, weight: TensorSpec, target: Tensor
                 vn = T.meta_var(vbn * tile_n + vrn * p.tn + vtn)
                 vj = T.meta_var(vbj * tile_j + vrj * p.tj + vtj)
                 vl = T.meta_var(vbl * tile_l + vtl)
+                value = T.meta_var(s[vbn, vi, vbj, vbl, vtn, vtj, vtl, vrn, vrj])
                 if inside((vn, n, size_n), (vj, b, size_j), (vl, d, size_l)):
                     if first:
-                        y[vn, vi, vj, vl] = T.Cast(dtype, s[vbn, vi, vbj, vbl, vtn, vtj, vtl, vrn, vrj])
+                        y[vn, vi, vj, vl] = end(value, bias, residual, vn, vi, vj, vl)
                     else:
-                        y[vi, vj, vl, vn] = T.Cast(dtype, s[vbn, vi, vbj, vbl, vtn, vtj, vtl, vrn, vrj])
+                        y[vi, vj, vl, vn] = end(value, bias, residual, vn, vi, vj, vl)
 
-    return renamed(main, source, weight, target)
+    return without_unused(main, epilogue)
 
 
 # -- the primitives -------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""Kronecker-sparse matmul as dense products by TMA and wgmma (CUDA, sm_90a), for blocks so large that arithmetic decides.
+"""Kronecker-sparse matmul as dense products by TMA and wgmma (CUDA, sm_90a), for all but small blocks.
 
     pack       weights (a, b, c, d) → (a, b, d, c), where d > 1                            (ks_sort.py, or ks_pack.py)
     sort       batch_first with d > 1: X (batch, a, c, d) → (batch, a, d, c)               (ks_sort.py)
     multiply   a·d dense products in one persistent launch                                 (ks_tile_kernel.py)
     merge      batch_first with d > 1: (batch, a, d, b) → Y (batch, a, b, d)               (ks_sort.py)
 
-The schedules of ks_cuda_mma.py read X and write Y once, but feed tensor cores from registers. They are faster for small blocks,
-and in batch_first with d > 1, where sorting needs scratch tensors as large as X and Y, for all but the largest.
+The schedules of ks_cuda_mma.py read X and write Y once, but feed tensor cores from registers. They are faster for the smallest
+blocks, and in batch_first with d > 1, where sorting needs scratch tensors as large as X and Y, for all but the largest.
 
 Read first: `KSCudaTma.apply`, then ks_tile_plan.py.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.schedules.ks_pack import Packing, pack_kernel
-from kronsched.schedules.ks_parts import factor_tensors, launch_of, renamed
+from kronsched.schedules.ks_parts import ending, factor_tensors, launch_of, renamed
 from kronsched.schedules.ks_sort import pays, sort_kernel
 from kronsched.schedules.ks_tile_plan import TilePlan, fits, parts_us, plan_tile, predicted_us, why_not
 from kronsched.space import Config, Knob, SearchSpace, load_knobs
@@ -32,10 +32,8 @@ from kronsched.workloads.ks import KSMatmul
 if TYPE_CHECKING:
     from kronsched.hardware import Device
 
-LEAST = 64
-"""Outputs and inputs of a block that fill tiles."""
-LEAST_LAST = (96, 128, 256)
-"""In batch_last: outputs, inputs, and the larger of both, from which on the schedule was the fastest on an H200."""
+LEAST = 48
+"""Outputs and inputs of a block that fill tiles of 64 well enough."""
 
 
 class KSCudaTma(Schedule):
@@ -47,15 +45,17 @@ class KSCudaTma(Schedule):
     untuned_share: ClassVar[float] = 0.6
 
     def supports(self, workload: Workload, device: Device) -> str | None:
-        """Hopper, 16-bit types, rows that TMA can reach, blocks so large that the schedule may be the fastest."""
+        """Hopper, 16-bit types, rows that TMA can reach, blocks that fill tiles."""
         assert isinstance(workload, KSMatmul)
+        if workload.epilogue and workload.batch_first and workload.patterns[-1][3] > 1:
+            return f"pattern {workload.patterns[-1]}: an epilogue is not served where Y is merged from slices"
         if workload.dtype not in ("float16", "bfloat16"):
             return f"{workload.dtype} is not served: 16-bit types are"
         if device.arch != "sm_90a":
             return f"{device.arch}: wgmma needs sm_90a"
         for pattern in workload.patterns:
-            if reason := _too_small(pattern[1], pattern[2], workload.batch_first):
-                return f"pattern {pattern}: {reason}"
+            if min(pattern[1:3]) < LEAST:
+                return f"pattern {pattern}: blocks smaller than {LEAST} x {LEAST} leave tiles empty"
             if workload.batch_first and pattern[3] > 1 and not pays(pattern, workload.dtype):
                 return f"pattern {pattern}: blocks are too small for sorting to pay"
             if (reason := why_not(workload, pattern)) is not None:
@@ -128,10 +128,17 @@ class KSCudaTma(Schedule):
             if plan.sorts:
                 x, y = scratch_of(f"s{i}", prod(source.shape)), scratch_of(f"m{i}", prod(target.shape))
                 add(later, f"ks_sort_{i}", sort_kernel(workload.batch * a, c, d, dtype, merge=False), source, x)
-            add(later, f"ks_{i}", multiply_kernel(plan, "multiply"), x, weight, y)
+            epilogue, more = ending(workload, i)
+            plan = replace(plan, epilogue=epilogue, last=i == len(plans) - 1 and not plan.sorts)
+            add(later, f"ks_{i}", multiply_kernel(plan, "multiply"), x, weight, y, *more)
             if plan.sorts:
                 add(later, f"ks_merge_{i}", sort_kernel(workload.batch * a, b, d, dtype, merge=True), y, target)
         return Scheduled(tvm.IRModule(funcs), (*first, *later), tuple(scratch))
+
+    def expected_us(self, workload: Workload, config: Config, device: Device) -> float:
+        """The time that ks_tile_plan.py predicts."""
+        assert isinstance(workload, KSMatmul)
+        return sum(predicted_us(p, device) for p in self.plans(workload, config, device))
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Units, waves, useful share of tiles, time of each part of the GPU, a predicted time. Of a chain: times are sums."""
@@ -161,16 +168,6 @@ def _fitting(knob: Knob, w: KSMatmul) -> Knob:
     wide = max(b for _, b, _, _ in w.patterns)
     extent = {"block_m": w.batch if w.batch_first else wide, "block_n": wide if w.batch_first else w.batch}.get(knob.name)
     return Knob(knob.name, tuple(v for v in knob.values if extent is None or fits(int(v), extent)), knob.help)
-
-
-def _too_small(b: int, c: int, batch_first: bool) -> str | None:
-    """One line where other schedules were faster."""
-    if min(b, c) < LEAST:
-        return f"blocks smaller than {LEAST} x {LEAST} leave tiles empty"
-    least_b, least_c, least = LEAST_LAST
-    if batch_first or (b >= least_b and c >= least_c and max(b, c) >= least):
-        return None
-    return f"in batch_last, other schedules are faster where b < {least_b}, c < {least_c} or both < {least}"
 
 
 def _packed(plan: TilePlan, follows: bool) -> Any:

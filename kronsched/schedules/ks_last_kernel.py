@@ -13,16 +13,18 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from kronsched.schedules.ks_epilogue import HELD, SCRATCH, prefetch, word_maker
 from kronsched.schedules.ks_gather import gathering
 from kronsched.schedules.ks_last_plan import UNIT_BYTES, LastPlan, chunk_of
 from kronsched.schedules.ks_mma_limits import LANES
 from kronsched.schedules.ks_mma_parts import MMA, PACK, VECTOR, half_selector, high_part, inside, low_part
-from kronsched.schedules.ks_mma_plan import LONG_SUM
+from kronsched.schedules.ks_mma_plan import SUM_STEPS
 from kronsched.schedules.ks_pack import Packing
+from kronsched.schedules.ks_parts import without_unused
 
 
 def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
-    """The PrimFunc over x, the weights (in fragment order unless they are gathered), and y."""
+    """The PrimFunc over x, the weights (in fragment order unless they are gathered), y, and what the epilogue takes."""
     a, b, c, d = p.pattern
     B, DT, ITEM, E, Q = p.batch, p.dtype, p.item, p.per16, p.own
     MJ, U, JB, NB, KS, S, G = p.mj, p.units, p.jb, p.nb, p.ks, p.stages, p.grid_tiles
@@ -34,12 +36,13 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
     PPK = NB * ITEM // CB  # pieces of a row of X
     NP = KS * PPK
     ragged_n, ragged_k, ragged_j = B % NB != 0, c % KS != 0, b % JB != 0
-    NWL, NSUM, FLUSH = KC * WC // 4, p.sums, max(1, LONG_SUM // 2 // KS)
+    NWL, NSUM, FLUSH = KC * WC // 4, p.sums, max(1, SUM_STEPS // KS)
     mma, pack = MMA[DT], PACK.get(DT, "")
     copy_x = f"cp.async.{'cg' if CB == 16 else 'ca'}.shared.global"
     put, SW = f"st.global{VECTOR[CB]}.b32", CB // 4
     gather = gathering(p.pattern, DT, packing, p.resident_words, NT)
     AHEAD, TJ, after = p.ahead, JB // 16, p.after
+    epilogue, fused, make, get = p.epilogue, bool(p.epilogue), word_maker(p.epilogue, DT), f"ld.global.nc{VECTOR[CB]}.b32"
 
     def pair_of(u, half):
         """Elements of a lane's load that make operand word `half` of instruction u (16-bit): k numbers 2·half and 2·half + 1."""
@@ -47,6 +50,22 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
 
     def sum_at(mj, un, u):
         return ((mj * U + un) * E + u) * 4
+
+    TOGETHER = min(HELD // 4, MJ * U * 4)
+
+    def own_place(jb, wj, wn, g, t, tile, mj, un, h, r):
+        """(j, n) of a lane's 16 bytes of samples: row half h, column 2t + r."""
+        j = jb * JB + (wj * MJ + mj) * 16 + h * 8 + g
+        return j, tile * NB + (wn * U + un) * (UNIT_BYTES // ITEM) + chunk_of(t * 2 + r) * E
+
+    def rest_of(ib, jb, il, tile):
+        """(index in Y, whether inside) of output j of a tile and a sample of it."""
+
+        def place(j, sample):
+            n = tile * NB + sample
+            return ((ib * b + jb * JB + j) * d + il) * B + n, inside((True, n < B), (ragged_j, jb * JB + j < b))
+
+        return place
 
     # Nothing is read that another kernel may still write: see KSTensorCore.apply.
     wait_first = after in ("factor", "any") or (stream and after == "packing")
@@ -56,6 +75,8 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
         x: T.Buffer((a * c * d * B,), DT),
         wf: T.Buffer((a * b * c * d if p.gather else p.weight_elements,), DT),
         y: T.Buffer((a * b * d * B,), DT),
+        bias: T.Buffer((a * b * d,), DT),
+        residual: T.Buffer((a * b * d * B,), DT),
     ):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": p.min_blocks})
@@ -119,6 +140,9 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
                             )
                 if stream:
                     copy_weights(at + WO, kc, WC // 4)
+                if epilogue.residual:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
+                    if KC == 1 or kc == 0:
+                        prefetch(residual, NT, tx, JB, NB, ITEM, rest_of(ib, jb, il, tile))
 
         @T.inline
         def load_weights(weights, kt):
@@ -165,20 +189,58 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
                     product(A, bh, un, u)
 
         @T.inline
-        def store(tile, mj, un, h, r):
-            """16 bytes of samples of output j: row half h, column 2t + r."""
-            j = T.meta_var(jb * JB + (wj * MJ + mj) * 16 + h * 8 + g)
-            n = T.meta_var(tile * NB + (wn * U + un) * (UNIT_BYTES // ITEM) + chunk_of(t * 2 + r) * E)
-            for w in T.unroll(4):
-                if wide:
-                    ow[w] = T.reinterpret("uint32", acc[sum_at(mj, un, w) + h * 2 + r])
-                else:
-                    T.ptx[pack](ow[w], acc[sum_at(mj, un, 2 * w + 1) + h * 2 + r], acc[sum_at(mj, un, 2 * w) + h * 2 + r])
+        def put_words(j, n):
+            """16 bytes of samples of output j."""
             for w in T.unroll(4 // SW):
                 if inside((ragged_j, j < b), (ragged_n, n + w * (CB // ITEM) < B)):
                     T.ptx[put](
                         y.ptr_to([((ib * b + j) * d + il) * B + n + w * (CB // ITEM)]), *[ow[w * SW + z] for z in range(SW)]
                     )
+
+        @T.inline
+        def store(tile, mj, un, h, r):
+            j, n = T.meta_var(own_place(jb, wj, wn, g, t, tile, mj, un, h, r))
+            for w in T.unroll(4):
+                if wide:
+                    ow[w] = T.reinterpret("uint32", acc[sum_at(mj, un, w) + h * 2 + r])
+                else:
+                    T.ptx[pack](ow[w], acc[sum_at(mj, un, 2 * w + 1) + h * 2 + r], acc[sum_at(mj, un, 2 * w) + h * 2 + r])
+            put_words(j, n)
+
+        @T.inline
+        def load_residual(rw, tile, mj, un, h, r, to):
+            j, n = T.meta_var(own_place(jb, wj, wn, g, t, tile, mj, un, h, r))
+            for w in T.unroll(4 // SW):
+                fine = T.meta_var(inside((ragged_j, j < b), (ragged_n, n + w * (CB // ITEM) < B)))
+                T.ptx[get](
+                    *[rw[to + w * SW + z] for z in range(SW)],
+                    residual.ptr_to([T.Select(fine, ((ib * b + j) * d + il) * B + n + w * (CB // ITEM), 0)]),
+                )
+
+        @T.inline
+        def store_finished(rw, f, tile, mj, un, h, r, of):
+            j, n = T.meta_var(own_place(jb, wj, wn, g, t, tile, mj, un, h, r))
+            if epilogue.bias:
+                f[SCRATCH] = T.Cast("float32", bias[(ib * b + (T.min(j, b - 1) if ragged_j else j)) * d + il])
+            for w in T.unroll(4):
+                places = T.meta_var([sum_at(mj, un, i) for i in ((w,) if wide else (2 * w, 2 * w + 1))])
+                held = T.meta_var(of + w if epilogue.residual else 0)
+                make(ow, w, f, [acc[at + h * 2 + r] for at in places], [f[SCRATCH], f[SCRATCH]], rw[held])
+            put_words(j, n)
+
+        @T.inline
+        def store_with_epilogue(rw, f, tile):
+            """Some 16-byte pieces at a time, their residual first."""
+            for first in T.unroll(T.ceildiv(MJ * U * 4, TOGETHER)):
+                if epilogue.residual:
+                    for z in T.unroll(TOGETHER):
+                        part = T.meta_var(first * TOGETHER + z)
+                        if part < MJ * U * 4:
+                            load_residual(rw, tile, part // (U * 4), part // 4 % U, part // 2 % 2, part % 2, z * 4)
+                for z in T.unroll(TOGETHER):
+                    part = T.meta_var(first * TOGETHER + z)
+                    if part < MJ * U * 4:
+                        store_finished(rw, f, tile, part // (U * 4), part // 4 % U, part // 2 % 2, part % 2, z * 4)
 
         if p.gather and after == "factor":
             gather(wf, smem, sl, tx)
@@ -227,11 +289,15 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
                 for q in T.unroll(NSUM):
                     acc[q] = tot[q]
             tile: T.let = g0 + ti * G
-            for mj in T.unroll(MJ):
-                for un in T.unroll(U):
-                    for h in T.unroll(2):
-                        for r in T.unroll(2):
-                            store(tile, mj, un, h, r)
+            if fused:
+                held = T.meta_var(TOGETHER * 4 if epilogue.residual else 1)
+                store_with_epilogue(T.alloc_local([held], "uint32"), T.alloc_local([SCRATCH + 1], "float32"), tile)
+            else:
+                for mj in T.unroll(MJ):
+                    for un in T.unroll(U):
+                        for h in T.unroll(2):
+                            for r in T.unroll(2):
+                                store(tile, mj, un, h, r)
         T.ptx.cp.async_.wait_group(0)
 
-    return ks
+    return without_unused(ks, p.epilogue)

@@ -15,15 +15,17 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from kronsched.schedules.ks_epilogue import HELD, SCRATCH, prefetch, word_maker
 from kronsched.schedules.ks_gather import gathering
 from kronsched.schedules.ks_last_plan import LastPlan
 from kronsched.schedules.ks_mma_limits import LANES
 from kronsched.schedules.ks_mma_parts import KIND, PACK, VECTOR, WGMMA, half_selector, high_part, inside, low_part
 from kronsched.schedules.ks_pack import Packing
+from kronsched.schedules.ks_parts import without_unused
 
 
 def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
-    """The PrimFunc over x, the weights (in core matrices unless they are gathered), and y."""
+    """The PrimFunc over x, the weights (in core matrices unless they are gathered), y, and what the epilogue takes."""
     a, b, c, d = p.pattern
     B, DT, ITEM, E, Q = p.batch, p.dtype, p.item, p.lane_n, p.own
     MJ, U, JB, NB, KS, S, G = p.mj, p.units, p.jb, p.nb, p.ks, p.stages, p.grid_tiles
@@ -48,8 +50,25 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
     copy_x = f"cp.async.{'cg' if CB == 16 else 'ca'}.shared.global"
     load = f"ld.shared{VECTOR[p.vector]}.b32"
     SB = min(CB, p.vector)
+    UNROLL = False if p.rolled else None
     gather = gathering(p.pattern, DT, packing, p.resident_words, NT)
     put, SW = f"st.global{VECTOR[SB]}.b32", SB // 4
+    epilogue, fused, make, get = p.epilogue, bool(p.epilogue), word_maker(p.epilogue, DT), f"ld.global.nc{VECTOR[SB]}.b32"
+
+    TOGETHER = min(HELD // VW, U * MJ * 4)
+
+    def own_place(jb, wj, wn, g, t, tile, un, j8, column):
+        """(j, first n) of a lane's neighbouring samples."""
+        return jb * JB + (wj * MJ * 2 + j8) * 8 + t * 2 + column, tile * NB + ((wn * U + un) * 8 + g) * E
+
+    def rest_of(ib, jb, il, tile):
+        """(index in Y, whether inside) of output j of a tile and a sample of it."""
+
+        def place(j, sample):
+            n = tile * NB + sample
+            return ((ib * b + jb * JB + j) * d + il) * B + n, inside((True, n < B), (ragged_j, jb * JB + j < b))
+
+        return place
 
     # Nothing is read that another kernel may still write: see KSTensorCore.apply.
     wait_first = after in ("factor", "any") or (stream and after == "packing")
@@ -59,6 +78,8 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
         x: T.Buffer((a * c * d * B,), DT),
         wf: T.Buffer((a * b * c * d if p.gather else p.weight_elements,), DT),
         y: T.Buffer((a * b * d * B,), DT),
+        bias: T.Buffer((a * b * d,), DT),
+        residual: T.Buffer((a * b * d * B,), DT),
     ):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": p.min_blocks})
@@ -121,6 +142,9 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
                             )
                 if stream:
                     copy_weights(at + WO, kc, WC // 4)
+                if epilogue.residual:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
+                    if KC == 1 or kc == 0:
+                        prefetch(residual, NT, tx, JB, NB, ITEM, rest_of(ib, jb, il, tile))
 
         @T.inline
         def load_samples(at, kt, to):
@@ -215,19 +239,57 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
             add_fresh(NF - 1)
 
         @T.inline
-        def store(sums, tile, un, j8, column):
-            j = T.meta_var(jb * JB + (wj * MJ * 2 + j8) * 8 + t * 2 + column)
-            n = T.meta_var(tile * NB + ((wn * U + un) * 8 + g) * E)
-            for w in T.unroll(VW):
-                if wide:
-                    ow[w] = T.reinterpret("uint32", sums[(un * V + w // 2) * NV + j8 * 4 + w % 2 * 2 + column])
-                else:
-                    T.ptx[pack](ow[w], sums[(un * V + w) * NV + j8 * 4 + 2 + column], sums[(un * V + w) * NV + j8 * 4 + column])
+        def put_words(j, n):
             for w in T.unroll(VW // SW):
                 if inside((ragged_j, j < b), (ragged_n, n + w * (SB // ITEM) < B)):
                     T.ptx[put](
                         y.ptr_to([((ib * b + j) * d + il) * B + n + w * (SB // ITEM)]), *[ow[w * SW + z] for z in range(SW)]
                     )
+
+        @T.inline
+        def store(sums, tile, un, j8, column):
+            j, n = T.meta_var(own_place(jb, wj, wn, g, t, tile, un, j8, column))
+            for w in T.unroll(VW):
+                if wide:
+                    ow[w] = T.reinterpret("uint32", sums[(un * V + w // 2) * NV + j8 * 4 + w % 2 * 2 + column])
+                else:
+                    T.ptx[pack](ow[w], sums[(un * V + w) * NV + j8 * 4 + 2 + column], sums[(un * V + w) * NV + j8 * 4 + column])
+            put_words(j, n)
+
+        @T.inline
+        def load_residual(rw, tile, un, j8, column, to):
+            j, n = T.meta_var(own_place(jb, wj, wn, g, t, tile, un, j8, column))
+            for w in T.unroll(VW // SW):
+                fine = T.meta_var(inside((ragged_j, j < b), (ragged_n, n + w * (SB // ITEM) < B)))
+                T.ptx[get](
+                    *[rw[to + w * SW + z] for z in range(SW)],
+                    residual.ptr_to([T.Select(fine, ((ib * b + j) * d + il) * B + n + w * (SB // ITEM), 0)]),
+                )
+
+        @T.inline
+        def store_finished(rw, f, sums, tile, un, j8, column, of):
+            j, n = T.meta_var(own_place(jb, wj, wn, g, t, tile, un, j8, column))
+            if epilogue.bias:
+                f[SCRATCH] = T.Cast("float32", bias[(ib * b + (T.min(j, b - 1) if ragged_j else j)) * d + il])
+            for w in T.unroll(VW):
+                low = T.meta_var((un * V + w // 2) * NV + j8 * 4 + w % 2 * 2 if wide else (un * V + w) * NV + j8 * 4)
+                held = T.meta_var(of + w if epilogue.residual else 0)
+                make(ow, w, f, [sums[low + z + column] for z in (0, 2)], [f[SCRATCH], f[SCRATCH]], rw[held])
+            put_words(j, n)
+
+        @T.inline
+        def store_with_epilogue(rw, f, sums, tile):
+            """Some outputs j at a time, their residual first."""
+            for first in T.unroll(T.ceildiv(U * MJ * 4, TOGETHER)):
+                if epilogue.residual:
+                    for z in T.unroll(TOGETHER):
+                        part = T.meta_var(first * TOGETHER + z)
+                        if part < U * MJ * 4:
+                            load_residual(rw, tile, part // (MJ * 4), part // 2 % (MJ * 2), part % 2, z * VW)
+                for z in T.unroll(TOGETHER):
+                    part = T.meta_var(first * TOGETHER + z)
+                    if part < U * MJ * 4:
+                        store_finished(rw, f, sums, tile, part // (MJ * 4), part // 2 % (MJ * 2), part % 2, z * VW)
 
         if p.gather and after == "factor":
             gather(wf, smem, sl, tx)
@@ -260,7 +322,7 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
             else:
                 for q in T.unroll(NSUM):
                     acc[q] = T.float32(0)
-            for kc in T.serial(KC):
+            for kc in T.serial(KC, unroll=UNROLL):
                 it: T.let = ti * KC + kc
                 at: T.let = X0 + it % S * XS
                 T.ptx.cp.async_.wait_group(AHEAD - 1)
@@ -279,13 +341,19 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
                         multiply(at + WO if stream else kc * WC, kt)
             T.ptx.wgmma.wait_group.sync.aligned(0)
             tile: T.let = g0 + ti * G
-            for un in T.unroll(U):
-                for j8 in T.unroll(MJ * 2):
-                    for column in T.unroll(2):
-                        if fresh:
-                            store(tot, tile, un, j8, column)
-                        else:
-                            store(acc, tile, un, j8, column)
+            if fused:
+                held = T.meta_var(TOGETHER * VW if epilogue.residual else 1)
+                store_with_epilogue(
+                    T.alloc_local([held], "uint32"), T.alloc_local([SCRATCH + 1], "float32"), tot if fresh else acc, tile
+                )
+            else:
+                for un in T.unroll(U):
+                    for j8 in T.unroll(MJ * 2):
+                        for column in T.unroll(2):
+                            if fresh:
+                                store(tot, tile, un, j8, column)
+                            else:
+                                store(acc, tile, un, j8, column)
         T.ptx.cp.async_.wait_group(0)
 
-    return ks
+    return without_unused(ks, p.epilogue)

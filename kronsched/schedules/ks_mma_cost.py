@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Plan = MmaPlan | LastPlan
 SECTOR = 32
 LINE = 128
+READ, WRITTEN = 0.8, 1.2
+"""What a byte of memory costs, over one of a copy (which reads as many as it writes)."""
 _BLOCK_SHARED = 1024
 
 
@@ -49,6 +51,7 @@ class Constants:
     wait: float = 0.600  # until a chunk has come, shared by those that are fetched ahead
     direct: float = 1.098  # more time for bytes that are stored from registers as they come, in 16 or 32 neighbouring bytes
     tile: float = 0.330  # the end of a tile
+    quick: float = 0.05  # the same, where lanes store 64 neighbouring bytes as they are
     start: float = 3.209  # launches, filling and draining the pipeline
     pack: float = 1.025  # of it, for packing weights in a launch of its own
     gathered: float = 0.1006  # gathering of a weight word by a thread
@@ -74,6 +77,7 @@ class Demand:
     per_sm: int
     rounds: int  # tiles that a group of warps works through, one after another
     even: float  # share of the groups that have work in the last round, over all rounds
+    quick: bool  # see `_Tile`
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class _Tile:
     run_out: int
     scattered: float  # 1: stores of 16 bytes to places apart
     staged: bool
+    quick: bool = False  # whether the end of a tile is (see `Constants`)
 
 
 def _first(p: MmaPlan) -> _Tile:
@@ -108,11 +113,13 @@ def _first(p: MmaPlan) -> _Tile:
         step += p.sums / p.fresh_form[0]
     stored = p.sums * p.item / 16
     end = 2 * stored * (3 if p.store == "staged" else 1) + p.sums * (1.2 if wide else 1.0)
-    if p.store == "pair":
+    if p.store in ("pair", "quad"):
         end += 3 * p.sums * p.item / 4
     whole = (p.jb * d if p.small else p.lb) * p.item
-    joined = not p.small and d == p.per16  # neighbouring lanes store neighbouring 16 bytes
-    run_out = {"staged": whole, "pair": 32, "direct": 64 if joined else 4 * d * p.item if p.small else 16}[p.store]
+    # Neighbouring lanes store neighbouring 8 or 16 bytes.
+    joined = 4 * d * p.item <= 16 if p.small else d == p.per16
+    direct = (16 if joined else 4) * d * p.item if p.small else 64 if joined else 16
+    run_out = {"staged": whole, "pair": 32, "quad": 64, "direct": direct}[p.store]
     return _Tile(
         rows=p.rows,
         outputs=p.jb * p.lb,
@@ -127,8 +134,9 @@ def _first(p: MmaPlan) -> _Tile:
         row_reads=p.warps_j,
         run_in=(p.ks * d if p.small else p.lb) * p.item,
         run_out=run_out,
-        scattered={"staged": 0.0, "pair": 0.5, "direct": 0.0 if joined else 1.0}[p.store],
+        scattered={"staged": 0.0, "pair": 0.5, "quad": 0.0, "direct": 0.0 if joined else 1.0}[p.store],
         staged=p.store == "staged",
+        quick=p.store == "quad" or (p.store == "direct" and p.small and joined),
     )
 
 
@@ -174,7 +182,7 @@ def demand_of(p: Plan, device: Device) -> Demand:
     rounds = ceil(p.tiles / (t.groups * t.blocks_a_slice))
     shared = p.chunks * (t.x_bytes * (1 + t.row_reads) + chunk * t.weight_reads) + (2 * tile_out if t.staged else 0)
     return Demand(
-        memory=x + y * (1 + 0.5 * (wasted_out - 1)) + p.item * a * b * c * d,
+        memory=READ * x + WRITTEN * y * (1 + 0.5 * (wasted_out - 1)) + p.item * a * b * c * d,
         scattered=y * t.scattered,
         l2=x * wasted_in * t.j_slices + y * wasted_out + weights,
         lines=x * t.j_slices * _lines(p, t.run_in),
@@ -188,6 +196,7 @@ def demand_of(p: Plan, device: Device) -> Demand:
         per_sm=per_sm,
         rounds=rounds,
         even=p.tiles / (t.groups * t.blocks_a_slice * rounds),
+        quick=t.quick,
     )
 
 
@@ -211,7 +220,7 @@ def parts_us(p: Plan, need: Demand, device: Device, k: Constants) -> dict[str, f
         "shared_us": need.shared / (128 * k.shared * cycles),
         "mma_us": need.flops / (peak * k.rates[p.item == 4][p.wgmma]) / 1e3,
         "issue_us": need.instructions / (k.issue * cycles),
-        "latency_us": need.rounds * waves * (p.chunks * (k.sync + k.wait / p.ahead) + k.tile),
+        "latency_us": need.rounds * waves * (p.chunks * (k.sync + k.wait / p.ahead) + (k.quick if need.quick else k.tile)),
     }
 
 

@@ -15,16 +15,19 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from kronsched.schedules.ks_epilogue import prefetch
 from kronsched.schedules.ks_gather import gathering
 from kronsched.schedules.ks_mma_limits import LANES
+from kronsched.schedules.ks_mma_maps import x_word
 from kronsched.schedules.ks_mma_parts import KIND, MMA, WGMMA, group_barrier, half_selector, high_part, inside, low_part
-from kronsched.schedules.ks_mma_plan import LONG_SUM, MmaPlan, x_word
+from kronsched.schedules.ks_mma_plan import SUM_STEPS, MmaPlan
 from kronsched.schedules.ks_mma_stores import stores
 from kronsched.schedules.ks_pack import Packing
+from kronsched.schedules.ks_parts import without_unused
 
 
 def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
-    """The PrimFunc over x, the weights (in fragment order unless they are gathered), and y."""
+    """The PrimFunc over x, the weights (in fragment order unless they are gathered), y, and what the epilogue takes."""
     a, b, c, d = p.pattern
     B, DT, ITEM, E, DD, Q = p.batch, p.dtype, p.item, p.per16, p.unit_l, p.own
     M, MT, P, LC, LU, LB, JB, KS, S, NG = p.rows, p.mt, p.pairs, p.lc, p.l_units, p.lb, p.jb, p.ks, p.stages, p.groups
@@ -41,7 +44,7 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
     NWL = KC * WC // 4
     NX, AHEAD = NG * G, p.ahead
     NSUM = p.sums
-    FLUSH = max(1, LONG_SUM // 2 // KS)
+    FLUSH = max(1, SUM_STEPS // KS)
     mma = MMA[DT]
     wg, after, JC, PW_LOW = p.wgmma, p.after, JB // 16, JB * p.k_step * ITEM // 16
     product_wg = WGMMA.format(n=16 * P, k=p.k_step, kind=KIND[DT])
@@ -78,6 +81,20 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
         """Where operand B begins, in units of 16 bytes, as the descriptor counts."""
         return weights // 4 + (((wl * LC + ul) * KT + kt) * (JC * p.parts) + wj * P) * LANES
 
+    def rest_of(ib, jb, lb, tile):
+        """(index in Y, whether inside) of a run of a tile and an element of it: a run is a row's part of the slice, or a j's."""
+
+        def place(run, element):
+            n, j, m = (
+                tile * M + (run if small else run // JB),
+                jb * JB + (0 if small else run % JB),
+                element + (0 if small else lb * LB),
+            )
+            fine = inside((ragged_n, n < B), (small, j * d + m < b * d), (not small, j < b), (not small, m < d))
+            return n * YR + ib * (b * d) + j * d + m, fine
+
+        return place
+
     # Nothing is read that another kernel may still write: see KSTensorCore.apply.
     wait_first = after in ("factor", "any") or (stream and after == "packing")
 
@@ -86,6 +103,8 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
         x: T.Buffer((B * XR,), DT),
         wf: T.Buffer((a * b * c * d if p.gather else p.weight_elements,), DT),
         y: T.Buffer((B * YR,), DT),
+        bias: T.Buffer((YR,), DT),
+        residual: T.Buffer((B * YR,), DT),
     ):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": p.min_blocks})
@@ -161,6 +180,11 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
                             )
                 if stream:
                     copy_weights(at + WO, kc, WC // 4, NT, tx)
+                if p.epilogue.residual:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
+                    if KC == 1 or kc == 0:
+                        prefetch(
+                            residual, NT, tx, M * (1 if small else JB), JB * d if small else LB, ITEM, rest_of(ib, jb, lb, tile)
+                        )
 
         @T.inline
         def load_rows(at, kt, lu, to):
@@ -360,9 +384,9 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
                 T.ptx.wgmma.wait_group.sync.aligned(0)
             tile: T.let = g0 + ti * NX
             if two_sums:
-                store_tile(tile, y, smem, tot, ow, ex, grp, tx, wm, wj, wl, g, t, ib, jb, lb)
+                store_tile(tile, y, bias, residual, smem, tot, ow, ex, grp, tx, wm, wj, wl, g, t, ib, jb, lb)
             else:
-                store_tile(tile, y, smem, acc, ow, ex, grp, tx, wm, wj, wl, g, t, ib, jb, lb)
+                store_tile(tile, y, bias, residual, smem, acc, ow, ex, grp, tx, wm, wj, wl, g, t, ib, jb, lb)
         T.ptx.cp.async_.wait_group(0)
 
-    return ks
+    return without_unused(ks, p.epilogue)

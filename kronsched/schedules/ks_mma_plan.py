@@ -1,4 +1,4 @@
-"""Arithmetic of the tensor-core Kronecker-sparse kernels: sizes, limits, and the index maps of their fragments. No TVM.
+"""Arithmetic of the batch-first tensor-core Kronecker-sparse kernel: the tiling, sizes and limits. No TVM.
 
     slice (i, j-chunk, l-chunk)     weights W[i, j, k, l] of JB outputs and LB l, all k: resident in shared memory, or streamed
     tile  (M samples)               X[n, i, k, l] of KS steps of k at a time, through a ring of S stages
@@ -10,7 +10,7 @@ lie together in memory (E elements make 16 bytes):
     d < E ("small")   lane t of a row owns k = Q·t … Q·t + Q−1 and all l: 8·d contiguous bytes; outputs j = 4·t … 4·t + 3
     d ≥ E             lane t owns k = 4·q + t for q < Q and E neighbouring l: 16 bytes each; outputs j = 4·q + t
 
-Read first: `MmaPlan`, `own_k`, `own_j`, `weight_at`.
+Read first: `MmaPlan`, `plan_mma`; ks_mma_maps.py for which lane has what.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.schedules.ks_mma_limits import FRESH_OTHER, LANES, check_limits, check_warps, check_wgmma, form_of
 from kronsched.space import Config
 from kronsched.workloads.ks import KSMatmul, Pattern
+from kronsched.workloads.ks_epilogue import NONE, Epilogue
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
 
 SMALL_OPERAND = 16
 """Registers of an operand A of wgmma, at most, of which a thread holds two."""
-LONG_SUM = 64
-"""Longest float32 sum, in steps of k, that stays in one set of registers. Tensor cores truncate when they accumulate; a
-longer sum moves to a second set, by rounded additions, every `LONG_SUM` / 2 steps or one chunk."""
+LONG_SUM, SUM_STEPS = 48, 32
+"""Longest float32 sum, in steps of k, that stays in one set of registers. Tensor cores truncate when they accumulate; a longer
+sum moves to a second set, by rounded additions, every `SUM_STEPS` steps or one chunk."""
 _OTHER_REGISTERS = 48
 
 
@@ -60,6 +61,7 @@ class MmaPlan:
     wgmma: bool = False
     after: str = ""  # beside what it may start: "packing" of the weights, the "factor" before it, "any" kernel, or nothing
     gather: bool = False  # blocks put their weights in order themselves
+    epilogue: Epilogue = NONE
 
     # -- elements and instructions ------------------------------------------------------------------
 
@@ -309,6 +311,8 @@ def plan_mma(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> M
     )
     if plan.store == "pair" and (plan.small or plan.l_units % 2 or d % (2 * per16) or plan.store_bytes < 16):
         plan = replace(plan, store="direct")  # there are no two whole units to exchange
+    if plan.store == "quad" and not (plan.small and d * plan.item == 8 and plan.store_bytes == 16):
+        plan = replace(plan, store="direct")  # a lane has no 32 neighbouring bytes
     _check(plan, device)
     blocks = device.units * plan.min_blocks * int(config["waves"])
     plan = replace(plan, grid_rows=min(ceil(plan.tiles / plan.groups), max(1, blocks // plan.slice_count)))
@@ -324,56 +328,3 @@ def _check(p: MmaPlan, device: Device) -> None:
     if not p.small and p.lb * p.item > 64:
         raise InvalidConfig(f"a slice of {p.lb} l is more than 64 bytes")
     check_limits(p, device)
-
-
-# -- index maps: plain arithmetic, on ints or TVM expressions ---------------------------------------------
-
-
-def own_k(p: MmaPlan, lane: Any, q: Any) -> Any:
-    """The k, within an instruction, of element q (below Q) of lane t."""
-    return lane * p.own + q if p.small else q * 4 + lane
-
-
-def own_j(p: MmaPlan, lane: Any, q: Any) -> Any:
-    """The j, within a pair of instructions, of result q (below 4) of lane t."""
-    return lane * 4 + q if p.small else q * 4 + lane
-
-
-def weight_at(p: MmaPlan, index: Any) -> tuple[Any, Any, Any, Any]:
-    """(i, j, k, l) of an element of the weights in fragment order; j, k or l may be beyond the pattern (padding: zero).
-
-    Order: slice (i, j-chunk, l-chunk), chunk of k, l, k step, part, 16 outputs j, then
-        mma.sync  lane, 8 outputs, half of k, element of a word
-        wgmma     8 outputs, half of k, output, element of 16 bytes
-    """
-    per_word = 4 // p.item
-    part, word = index % per_word, index // per_word
-    if p.wgmma:  # core matrices of 8 columns × 16 bytes of k
-        t, column, word = word % 4, word // 4 % 8, word // LANES
-        half, e, word = word % 2, word // 2 % 2, word // 4
-    else:
-        half, e, word = word % 2, word // 2 % 2, word // 4
-        t, column, word = word % 4, word // 4 % 8, word // LANES
-    pair, word = word % (p.jb // 16), word // (p.jb // 16) // p.parts
-    step, word = word % (p.ks // p.k_step), word // (p.ks // p.k_step)
-    m, word = word % p.lb, word // p.lb
-    chunk, slice_ = word % p.chunks, word // p.chunks
-    _, nj, nl = p.slices
-    k = chunk * p.ks + step * p.k_step + own_k(p, t, half * per_word + part)
-    j = slice_ // nl % nj * p.jb + pair * 16 + own_j(p, column // 2, e * 2 + column % 2)
-    return slice_ // (nl * nj), j, k, slice_ % nl * p.lb + m
-
-
-def low_weight(p: MmaPlan, index: Any) -> Any:
-    """Whether an element of the packed weights is a low part (`parts` = 2)."""
-    return index // (p.jb * p.k_step) % 2 == 1
-
-
-def x_word(p: MmaPlan, row: Any, k: Any, byte: Any) -> Any:
-    """The word of a stage where byte `byte` of X lies: within the l at step k of the chunk, or (small, k = 0) within all."""
-    if p.small:
-        return (row * p.pitch + byte) // 4
-    unit = byte // 16
-    if p.swizzled:
-        unit = unit ^ (k // 2 % 2)
-    return (row * p.pitch + k * (p.lb * p.item)) // 4 + unit * 4 + byte % 16 // 4

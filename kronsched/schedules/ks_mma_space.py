@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 CONSTANTS = Constants()
 _KINDS = ("mma", "weights")
-_TOGETHER = (("warps_m", "warps_j"), ("warps_n", "warps_j"), ("pairs", "warps_j"), ("mj", "warps_j"), ("ksteps", "stages"))
+_TOGETHER = (
+    ("warps_m", "warps_j"),
+    ("warps_n", "warps_j"),
+    ("pairs", "warps_j"),
+    ("mj", "warps_j"),
+    ("ksteps", "stages"),
+    ("store", "stages"),
+)
 _STARTS = 3
 Planner = Callable[[Config], Sequence[Plan]]
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from tvm.script import tirx as T
 
+from kronsched.schedules.ks_epilogue import SCRATCH, half_of, prefetch, word_maker
 from kronsched.schedules.ks_mma_parts import MMA, PACK
+from kronsched.schedules.ks_parts import without_unused
 
 if TYPE_CHECKING:
     from kronsched.schedules.ks_pair_plan import PairPlan
@@ -29,7 +31,7 @@ FLYING = 9
 
 
 def pair_kernel(p: PairPlan) -> Any:
-    """The PrimFunc over x, w0, w1 and y."""
+    """The PrimFunc over x, w0, w1, y, and what the epilogue takes."""
     (a1, b1, c1, _), (a2, b2, c2, d2) = p.first, p.second
     B, DT, M, WM, WN, NT, G, NTL = p.batch, p.dtype, p.rows, p.warps_m, p.warps_n, p.threads, p.blocks, p.tiles
     F0, F2, P0, P1, PW1, PW2 = (
@@ -45,11 +47,16 @@ def pair_kernel(p: PairPlan) -> Any:
     NX, NY = M * F0 // 8, M * F2 // 8  # 16-byte pieces of a tile of X and of Y
     ragged = B % M != 0
     mma, pack = MMA[DT], PACK[DT]
-    copy, load = "cp.async.cg.shared.global", "ldmatrix.sync.aligned.m8n8.x{n}.shared.b16"
+    epilogue, fused, make = p.epilogue, bool(p.epilogue), word_maker(p.epilogue, DT)
+    get, copy, load = "ld.global.nc.b32", "cp.async.cg.shared.global", "ldmatrix.sync.aligned.m8n8.x{n}.shared.b16"
 
     def second_sum(mt, n, h, index):
         """The accumulator of result `index`, in the order of memory (j, l), of a lane's row half h."""
         return ((index % d2 * MT + mt) * U2 + n) * 4 + h * 2 + index // d2
+
+    def rest_of(tile):
+        """(index in Y, whether inside) of an element of a tile's rows."""
+        return lambda _, element: (tile * M * F2 + element, tile * M * F2 + element < B * F2)
 
     @T.prim_func
     def ks(
@@ -57,6 +64,8 @@ def pair_kernel(p: PairPlan) -> Any:
         w0: T.Buffer((a1 * b1 * c1,), DT),
         w1: T.Buffer((N2,), DT),
         y: T.Buffer((B * F2,), DT),
+        bias: T.Buffer((F2,), DT),
+        residual: T.Buffer((B * F2,), DT),
     ):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": p.min_blocks})
@@ -97,6 +106,8 @@ def pair_kernel(p: PairPlan) -> Any:
                                 x.ptr_to([n * F0 + piece % (F0 // 8) * 8]),
                                 16,
                             )
+                if epilogue.residual:
+                    prefetch(residual, NT, tx, 1, M * F2, 2, rest_of(tile))
 
         @T.inline
         def copy_first():
@@ -188,13 +199,41 @@ def pair_kernel(p: PairPlan) -> Any:
                                 smem[row + to] = T.reinterpret(DT, T.Cast("uint16", out[0] >> T.uint32(16 * e)))
 
         @T.inline
-        def second_factor(at):
+        def load_words(own, tile, i, j):
+            """The lane's words of the residual: on their way while the products are made."""
+            for z in T.unroll(MT * U2 * 2):
+                row = T.meta_var(tile * M + (wm * MT + z // (U2 * 2)) * 16 + z % 2 * 8 + g)
+                f = T.meta_var((i * b2 + j + z // 2 % U2 * 8 + t * 2) * d2)
+                for w in T.unroll(d2):
+                    T.ptx[get](
+                        own[0][z * d2 + w],
+                        residual.ptr_to([T.Select(row < B, row * F2 + f + 2 * w, 0) if ragged else row * F2 + f + 2 * w]),
+                    )
+
+        @T.inline
+        def finish_word(own, z, w, f, low, high):
+            if epilogue.bias:
+                T.ptx[get](own[1][0], bias.ptr_to([f + 2 * w]))
+            make(
+                out,
+                w,
+                own[2],
+                [low, high],
+                [half_of(own[1][0], e, DT) for e in range(2)],
+                own[0][z * d2 + w if epilogue.residual else 0],
+            )
+
+        @T.inline
+        def second_factor(own, tile, at):
+            """own: nothing, or what the epilogue works in: words of the residual, one of the bias, floats."""
             for turn in T.serial(T.ceildiv(a2 * b2 // (8 * U2), WN)):
                 unit: T.let = turn * WN + wn
                 if unit < a2 * b2 // (8 * U2):
                     clear(MT * U2 * d2 * 4)
                     i: T.let = unit // (b2 // (8 * U2))
                     j: T.let = unit % (b2 // (8 * U2)) * (8 * U2)
+                    if epilogue.residual:
+                        load_words(own, tile, i, j)
                     for m in T.unroll(d2):
                         source = T.meta_var((MID + wm * (16 * MT) * P1 + (i * d2 + m) * c2, P1))
                         multiply(source, W2 + ((i * d2 + m) * b2 + j) * PW2, PW2, c2 // 16, U2, m * MT * U2 * 4)
@@ -206,7 +245,12 @@ def pair_kernel(p: PairPlan) -> Any:
                         f = T.meta_var((i * b2 + j + n * 8 + t * 2) * d2)
                         for w in T.unroll(d2):
                             # Two neighbours of the row: (j, l) number 2w and 2w + 1 of the lane's two j.
-                            T.ptx[pack](out[w], acc[second_sum(mt, n, h, 2 * w + 1)], acc[second_sum(mt, n, h, 2 * w)])
+                            low = T.meta_var(acc[second_sum(mt, n, h, 2 * w)])
+                            high = T.meta_var(acc[second_sum(mt, n, h, 2 * w + 1)])
+                            if fused:
+                                finish_word(own, z, w, f, low, high)
+                            else:
+                                T.ptx[pack](out[w], high, low)
                             T.ptx["st.shared.b32"](smem.ptr_to([row + f + 2 * w]), out[w])
 
         @T.inline
@@ -236,7 +280,13 @@ def pair_kernel(p: PairPlan) -> Any:
             T.cuda.cta_sync()
             first_factor(at)
             T.cuda.cta_sync()
-            second_factor(at)
+            if fused:
+                held = T.meta_var(MT * U2 * 2 * d2 if epilogue.residual else 1)
+                second_factor(
+                    (T.alloc_local([held], "uint32"), T.alloc_local([1], "uint32"), T.alloc_local([SCRATCH], "float32")), tile, at
+                )
+            else:
+                second_factor((), tile, at)
             T.cuda.cta_sync()
             store(tile, at)
             T.cuda.cta_sync()
@@ -244,4 +294,4 @@ def pair_kernel(p: PairPlan) -> Any:
             T.ptx.cp.async_.commit_group()
         T.ptx.cp.async_.wait_group(0)
 
-    return ks
+    return without_unused(ks, p.epilogue)

@@ -13,6 +13,7 @@ from kronsched.errors import InvalidConfig
 from kronsched.schedules.ks_mma_limits import LANES, can_overlap, check_limits
 from kronsched.space import Config
 from kronsched.workloads.ks import KSMatmul, Pattern
+from kronsched.workloads.ks_epilogue import NONE, Epilogue
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -39,6 +40,7 @@ class PairPlan:
     min_blocks: int
     blocks: int
     overlap: bool
+    epilogue: Epilogue = NONE
 
     @property
     def rows(self) -> int:
@@ -153,7 +155,7 @@ def plan_pair(w: KSMatmul, config: Config, device: Device) -> PairPlan:
     mt, warps_m, warps_n, min_blocks = (int(config[name]) for name in ("mt", "warps_m", "warps_n", "min_blocks"))
     tiles = ceil(w.batch / (16 * mt * warps_m))
     blocks = min(tiles, device.units * min_blocks)
-    plan = PairPlan(w.batch, w.dtype, first, second, mt, warps_m, warps_n, min_blocks, blocks, can_overlap(device))
+    plan = PairPlan(w.batch, w.dtype, first, second, mt, warps_m, warps_n, min_blocks, blocks, can_overlap(device), w.epilogue)
     if plan.rows > 16 and plan.rows >= 2 * w.batch:
         raise InvalidConfig(f"warps_m={warps_m}, mt={mt}: half a tile of {plan.rows} samples is larger than the batch")
     units = max(plan.features[1] // (8 * plan.unit_first), second[0] * second[1] // (8 * plan.unit_second))

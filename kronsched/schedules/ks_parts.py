@@ -1,4 +1,4 @@
-"""What the KSMatmul schedules share: the tensors of a chain, spaces without repeats."""
+"""What the KSMatmul schedules share: the tensors of a chain and of its epilogue, spaces without repeats."""
 
 from __future__ import annotations
 
@@ -10,18 +10,35 @@ from kronsched.schedules.base import Launch
 from kronsched.space import Config, Knob, SearchSpace
 from kronsched.workloads.base import TensorSpec
 from kronsched.workloads.ks import KSMatmul, pattern_out
+from kronsched.workloads.ks_epilogue import EPILOGUE, NONE, Epilogue
 
 
 def factor_tensors(w: KSMatmul, scratch_dtype: str) -> Iterator[tuple[TensorSpec, TensorSpec, TensorSpec]]:
     """(source, weight, target) of each factor; all targets but the last are scratch tensors t0, t1, … laid out like x."""
     source = w.inputs[0]
-    for i, (pattern, weight) in enumerate(zip(w.patterns, w.inputs[1:], strict=True)):
+    for i, (pattern, weight) in enumerate(zip(w.patterns, w.inputs[1 : 1 + len(w.patterns)], strict=True)):
         target = w.output
         if i < len(w.patterns) - 1:
             size = pattern_out(pattern)
             target = TensorSpec(f"t{i}", (w.batch, size) if w.batch_first else (size, w.batch), scratch_dtype)
         yield source, weight, target
         source = target
+
+
+def ending(w: KSMatmul, factor: int) -> tuple[Epilogue, tuple[TensorSpec, ...]]:
+    """What follows a factor of a chain, and the inputs that it takes: of the last factor, the workload's epilogue."""
+    if factor < len(w.patterns) - 1:
+        return NONE, ()
+    return w.epilogue, w.inputs[1 + len(w.patterns) :]
+
+
+def without_unused(func: Any, epilogue: Epilogue) -> Any:
+    """The PrimFunc without those of its last two parameters, bias and residual, that the epilogue does not take."""
+    from tvm import tirx
+
+    *first, bias, residual = func.params
+    kept = [p for name, p in zip(EPILOGUE, (bias, residual), strict=True) if name in epilogue.tensors]
+    return tirx.PrimFunc([*first, *kept], func.body, func.ret_type, func.attrs)
 
 
 def checked_space(name: str, knobs: Sequence[Knob], canonical: Callable[[Config], Config]) -> SearchSpace:

@@ -16,18 +16,21 @@ from kronsched.schedules.gemm_dense_wgmma_kernel import WgmmaKernel
 from kronsched.schedules.gemm_dense_wgmma_mainloop import evaluate
 from kronsched.schedules.gemm_dense_wgmma_plan import PANEL_BYTES, ROW_BYTES
 from kronsched.schedules.gemm_dense_wgmma_store import Store
+from kronsched.schedules.ks_epilogue import SCRATCH, half_of, word_maker
 from kronsched.schedules.ks_tile_plan import ITEM, TensorView, TilePlan
 
 LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 STORE = "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group"
+EVICT_FIRST = 0x12F0000000000000
+"""The L2 policy, as createpolicy.fractional would make it, for what no kernel of ours reads again."""
 
 
 def multiply_kernel(plan: TilePlan, name: str) -> Any:
-    """The PrimFunc over flat x, w and y, laid out as `plan.data` and `plan.weights` say."""
+    """The PrimFunc over flat x, w, y, laid out as `plan.data` and `plan.weights` say, then what the epilogue takes."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
 
-    _, b, c, _ = plan.pattern
+    a, b, c, d = plan.pattern
     dtype, wide = plan.workload.a_dtype, plan.panel_columns
     views = {"x": plan.data(c), "w": plan.weights, "y": plan.data(b)}
     boxes = {"x": (plan.block_k, plan.block_m), "w": (plan.block_k, plan.block_n), "y": (wide, 64)}
@@ -38,6 +41,8 @@ def multiply_kernel(plan: TilePlan, name: str) -> Any:
             I.func_name(name)
             tensors = {n: I.arg(n, I.buffer((_elements(views[n]),), dtype)) for n in views}
             maps = {n: _tensor_map(tensors[n], n, dtype, views[n], boxes[n]) for n in views}
+            sizes = {"bias": a * b * d, "residual": _elements(views["y"])}
+            tensors |= {n: I.arg(n, I.buffer((sizes[n],), dtype)) for n in plan.epilogue.tensors}
             I.device_entry()
             with I.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}):
                 KSTileKernel(plan, tensors, tensors["y"], maps).emit()
@@ -64,16 +69,98 @@ def _tensor_map(tensor: Any, name: str, dtype: str, view: TensorView, box: tuple
 
 
 class _Store(Store):
-    """Stores panels to the slice `part` of Y."""
+    """Stores panels to the slice `part` of Y, with an epilogue on the way."""
 
     plan: TilePlan
+
+    def __init__(self, plan: TilePlan, *parts: Any) -> None:
+        """Take the kernel's parts."""
+        from tvm.script.ir_builder import IRBuilder
+        from tvm.tirx.script.builder import ir as I
+
+        super().__init__(plan, *parts)
+        self.row: Any = None
+        self.part: Any = None
+        if plan.epilogue:
+            name = IRBuilder.name
+            self.make = word_maker(plan.epilogue, plan.out_dtype)
+            self.floats = name("floats", I.alloc_local([SCRATCH], "float32"))
+            self.bias = name("bias_words", I.alloc_local([2], "uint32" if plan.batch_first else "float32"))
+            self.rest = name("residual_words", I.alloc_local([16 if plan.epilogue.residual else 1], "uint32"))
+
+    def emit(self, row: Any, column: Any, part: Any) -> None:
+        """See the base class."""
+        self.part = part
+        super().emit(row, column, part)
 
     def _send(self, panel: Any, row: Any, column: Any, part: Any) -> None:
         from tvm.script import tirx as T
         from tvm.tirx.script.builder import ir as I
 
         d = self.plan.pattern[3]
-        I.evaluate(T.ptx[STORE](T.address_of(self.y_map), column, row, part % d, part // d, panel))
+        place = (T.address_of(self.y_map), column, row, part % d, part // d, panel)
+        if self.plan.last:
+            I.evaluate(T.ptx[f"{STORE}.L2::cache_hint"](*place, T.uint64(EVICT_FIRST)))
+        else:
+            I.evaluate(T.ptx[STORE](*place))
+
+    # -- epilogue: word q of 16 × 16 sums is of row half q % 2 and of column half q // 2 ------------------
+
+    def load_row_scales(self, row: Any) -> None:
+        """Note the first of the warp's 16 rows; in batch_last they are outputs: load the bias of two of them."""
+        from tvm.script import tirx as T
+        from tvm.tirx.script.builder import ir as I
+
+        self.row, plan = row, self.plan
+        if not plan.epilogue.bias or plan.batch_first:
+            return
+        _, b, _, d = plan.pattern
+        for half in range(2):
+            j = T.min(row + (self.lane >> 2) + half * 8, b - 1)
+            value = self.tensors["bias"][(self.part // d * b + j) * d + self.part % d]
+            I.buffer_store(self.bias, T.Cast("float32", value), [half])
+
+    def _fill(self, panel: int, first: int, column: Any) -> None:
+        from tvm.script import tirx as T
+        from tvm.tirx.script.builder import ir as I
+
+        if not self.plan.epilogue:
+            return super()._fill(panel, first, column)
+        for word in range(16 if self.plan.epilogue.residual else 0):
+            self._load("residual", self.rest, word, column + word // 4 * 16, word % 2, word % 4 // 2)
+        for j in range(4):
+            if self.plan.epilogue.bias and self.plan.batch_first:
+                for eight in range(2):
+                    self._load("bias", self.bias, eight, column + j * 16, 0, eight)
+            for q in range(4):
+                at = first + j * 8 + 2 * q
+                rest = self.rest[4 * j + q if self.plan.epilogue.residual else 0]
+                self.make(self.packed, q, self.floats, (self.sums[at], self.sums[at + 1]), self._bias_of(q), rest)
+            to = self.shared.ptr_to([self._chunk(panel, self.lane & 15, 2 * j + (self.lane >> 4))])
+            I.evaluate(T.ptx["stmatrix.sync.aligned.m8n8.x4.shared.b16"](to, *(self.packed[q] for q in range(4))))
+        return None
+
+    def _bias_of(self, q: int) -> tuple[Any, Any]:
+        if not self.plan.batch_first:
+            return self.bias[q % 2], self.bias[q % 2]
+        return half_of(self.bias[q // 2], 0, self.plan.out_dtype), half_of(self.bias[q // 2], 1, self.plan.out_dtype)
+
+    def _load(self, name: str, into: Any, word: int, column: Any, half: int, eight: int) -> None:
+        """Two neighbouring columns of the residual, or of the bias of batch_first (with d = 1)."""
+        from tvm.script import tirx as T
+        from tvm.tirx.script.builder import ir as I
+
+        plan, (a, b, _, d) = self.plan, self.plan.pattern
+        row, at = self.row + (self.lane >> 2) + half * 8, column + eight * 8 + (self.lane & 3) * 2
+        fine = at < self.w.n
+        if name == "bias":
+            place = self.part * b + at
+        elif plan.batch_first:
+            place, fine = (row * a + self.part) * b + at, T.And(fine, row < self.w.m)
+        else:
+            place, fine = ((self.part // d * b + row) * d + self.part % d) * self.w.n + at, T.And(fine, row < self.w.m)
+        source = self.tensors[name].ptr_to([T.Select(fine, place, 0)])
+        I.evaluate(T.ptx["ld.global.nc.b32"](into[word], source))
 
 
 class KSTileKernel(WgmmaKernel):

@@ -22,6 +22,7 @@ from kronsched.schedules.gemm_dense_wgmma_plan import ROW_BYTES, DensePlan, plan
 from kronsched.space import Config
 from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.ks import KSMatmul, Pattern
+from kronsched.workloads.ks_epilogue import NONE, Epilogue
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -50,9 +51,12 @@ _NARROW = 56.0
 """Intensity of a tile, m·n / (m + n), below which shared memory limits its products."""
 _ONE_GROUP = 1.3
 """More time where a warpgroup alone multiplies."""
-_MEMORY_SHARE = 0.84
+_READ, _WRITTEN = 0.95, 1.42
+"""What a byte of memory costs, read or written, over one at the measured rate (of copies, which do both)."""
+_AGAIN, _AGAIN_MOST = 0.3, 2
+"""More of it for X, where other tiles read it again through L2, for each of so many tiles at most."""
 _COPY_SHARE = 0.9
-_POWER = 3.8
+_POWER = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class TilePlan(DensePlan):
 
     pattern: Pattern = (1, 1, 1, 1)
     batch_first: bool = True
+    epilogue: Epilogue = NONE
+    last: bool = True  # nothing of ours reads what the launch writes
 
     @property
     def units(self) -> int:
@@ -161,11 +167,12 @@ def parts_us(p: TilePlan, device: Device) -> dict[str, float]:
     batch = p.workload.m if p.batch_first else p.workload.n
     x, y, w = (ITEM * n for n in (batch * a * c * d, batch * a * b * d, a * b * c * d))
     gigabytes = device.bandwidth_gbs * 1e3
+    again = _AGAIN * min(_AGAIN_MOST, (p.n_tiles if p.batch_first else p.m_tiles) - 1)
     return {
         "mma_us": p.units * p.trips * product / p.blocks / 1e3,
         "cache_us": p.units * p.trips * fetch / p.blocks / 1e3,
         "unit_us": ceil(p.units / p.blocks) * unit / 1e3,
-        "memory_us": (x + y + w) / (_MEMORY_SHARE * gigabytes),
+        "memory_us": (x * _READ * (1 + again) + y * _WRITTEN + w) / gigabytes,
         "copies_us": (2.0 if p.packs else 0.0) + (4.0 + 2 * (x + y) / (_COPY_SHARE * gigabytes) if p.sorts else 0.0),
     }
 

@@ -1,7 +1,8 @@
 """Kronecker-sparse matmul: Y = X Kᵀ for a K whose nonzeros are those of I_a ⊗ 1_{b×c} ⊗ I_d, or for a chain of such factors.
 
 X is viewed as (n, a, c, d) and Y as (n, a, b, d): Y[n, i, j, l] = Σk X[n, i, k, l] · W[i, j, k, l]. Butterfly and Monarch
-matrices are chains. Source of the patterns (a, b, c, d) and of the layouts: ksmm, arXiv 2405.15013.
+matrices are chains. A bias, an activation and a residual may follow (ks_epilogue.py). Source of the patterns (a, b, c, d) and of
+the layouts: ksmm, arXiv 2405.15013.
 
 Read first: `KSMatmul`, `bmm_factor` (what a torch user runs).
 """
@@ -9,13 +10,14 @@ Read first: `KSMatmul`, `bmm_factor` (what a torch user runs).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES, dtype_of
 from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError, choose
 from kronsched.workloads.base import TensorSpec, Workload
+from kronsched.workloads.ks_epilogue import EPILOGUE, Epilogue, activated, check_epilogue, finished
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,8 @@ class KSMatmul(Workload):
     a·b·d of one equals a·c·d of the next; kept as one flat tuple when there is one factor.  dtype: float32, float64, float16 or
     bfloat16; the 16-bit types accumulate in float32.  layout: "batch_first", X (batch, a·c·d) and Y (batch, a·b·d), or
     "batch_last", X (a·c·d, batch) and Y (a·b·d, batch). Weights are (a, b, c, d).
+    bias, activation ("relu", "gelu" or "silu"), residual: y = act(K x + bias) + residual, in the dtype of sums and rounded once;
+    bias (a·b·d,) of the last factor, residual of y's shape, both in `dtype`. A call is `mod(x, w, bias=…, residual=…)`.
     Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
     """
 
@@ -63,6 +67,9 @@ class KSMatmul(Workload):
     )
     dtype: str = field(default="float32", metadata={"help": "float32, float64, float16 or bfloat16"})
     layout: str = field(default="batch_first", metadata={"help": "batch_first or batch_last"})
+    bias: bool = field(default=False, metadata={"help": "add a bias to each output feature"})
+    activation: str | None = field(default=None, metadata={"help": "relu, gelu or silu after the bias", "parse": str})
+    residual: bool = field(default=False, metadata={"help": "add a tensor of y's shape at the end"})
 
     def __post_init__(self) -> None:
         """Validate and normalise to plain ints and tuples."""
@@ -74,6 +81,7 @@ class KSMatmul(Workload):
         dtype_of(self.dtype, allowed=DTYPE_NAMES)
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise choose("layout", self.layout, LAYOUTS)
+        check_epilogue(self.bias, self.activation, self.residual)
         largest = max(self.batch * max(self.sizes), *(a * b * c * d for a, b, c, d in patterns))
         if largest > MAX_ELEMENTS:
             raise UnsupportedError(
@@ -84,7 +92,24 @@ class KSMatmul(Workload):
     @property
     def gradient(self) -> str:
         """Where the derivative of a module's call is; see `TunedModule.gradient`."""
+        if self.epilogue:
+            return f"kronsched.nn.ks_fused:of_{self.layout}_{self.activation or 'identity'}"
         return f"kronsched.nn.ks_autograd:of_{self.layout}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Workload.to_dict`; an epilogue that is absent goes without saying: keys are those of logs that knew of none."""
+        absent = {"bias": False, "activation": None, "residual": False}
+        return {name: value for name, value in super().to_dict().items() if name not in absent or value != absent[name]}
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """What follows the product."""
+        return Epilogue(self.bias, self.activation, self.residual)
+
+    @property
+    def plain(self) -> KSMatmul:
+        """The same product without an epilogue."""
+        return replace(self, bias=False, activation=None, residual=False) if self.epilogue else self
 
     # -- shape --------------------------------------------------------------------------------------
 
@@ -112,9 +137,11 @@ class KSMatmul(Workload):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The tensors x, then w (a, b, c, d), or w0 … w(N-1) of a chain."""
+        """The tensors x, then w (a, b, c, d), or w0 … w(N-1) of a chain, then those of bias and residual that there are."""
         named = zip(self.weight_names, self.patterns, strict=True)
-        return (self._data("x", self.sizes[0]), *(TensorSpec(name, p, self.dtype) for name, p in named))
+        more = {"bias": TensorSpec("bias", (self.sizes[-1],), self.dtype), "residual": self._data("residual", self.sizes[-1])}
+        weights = (TensorSpec(name, p, self.dtype) for name, p in named)
+        return (self._data("x", self.sizes[0]), *weights, *(more[name] for name in self.epilogue.tensors))
 
     @property
     def output(self) -> TensorSpec:
@@ -133,13 +160,36 @@ class KSMatmul(Workload):
     def label(self) -> str:
         """Such as "ks batch=25088 (6,64,64,1) float16 batch_first"."""
         chain = " ".join("(" + ",".join(map(str, p)) + ")" for p in self.patterns)
-        return f"ks batch={self.batch} {chain} {self.dtype} {self.layout}"
+        return " ".join(filter(None, (f"ks batch={self.batch} {chain} {self.dtype} {self.layout}", self.epilogue.label)))
 
     def flatten_args(self, args: Sequence[Any]) -> list[Any]:
-        """`mod(x, w)`, `mod(x, [w1, w2, …])` or `mod(x, w1, w2, …)` as a flat list."""
-        if len(args) == 2 and isinstance(args[1], list | tuple):
-            return [args[0], *args[1]]
+        """`mod(x, w)`, `mod(x, [w1, w2, …])` or `mod(x, w1, w2, …)` as a flat list; bias and residual may follow."""
+        if len(args) >= 2 and isinstance(args[1], list | tuple):
+            return [args[0], *args[1], *args[2:]]
         return list(args)
+
+    def flatten_named(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """As `flatten_args`, with bias and residual as keywords. ArgumentError for one this workload was not made for."""
+        flat, wanted = self.flatten_args(args), self.epilogue.tensors
+        for name, value in named.items():
+            if name not in EPILOGUE:
+                raise ArgumentTypeError(f"{name!r} was given: a module of {self.label} takes no such argument")
+            if name not in wanted and value is not None:
+                raise ArgumentError(f"{name} was given: make the workload with {name}=True")
+        given = max(0, len(flat) - 1 - len(self.patterns))
+        for name in wanted[:given]:
+            if named.get(name) is not None:
+                raise ArgumentError(f"{name} was given twice, by position and by name")
+        for name in wanted[given:]:
+            if named.get(name) is None:
+                raise ArgumentError(f"{name} is missing: {self.label} needs {name}=…")
+        return flat + [named[name] for name in wanted[given:]]
+
+    def parts(self, flat: Sequence[Any]) -> tuple[Any, list[Any], Any, Any]:
+        """(x, weights, bias, residual) of flat inputs, None for what there is not."""
+        n = 1 + len(self.patterns)
+        more = dict(zip(self.epilogue.tensors, flat[n:], strict=True))
+        return flat[0], list(flat[1:n]), more.get("bias"), more.get("residual")
 
     # -- what it computes ---------------------------------------------------------------------------
 
@@ -147,7 +197,8 @@ class KSMatmul(Workload):
         """Y in float64 from x and the weights, on their device; a part of the batch at a time."""
         import torch
 
-        x, weights = inputs[0], [w.double() for w in inputs[1:]]
+        x, weights, bias, residual = self.parts(inputs)
+        weights, bias = [w.double() for w in weights], None if bias is None else bias.double()
         y = torch.empty(self.output.shape, dtype=torch.float64, device=x.device)
         dim = 0 if self.batch_first else 1
         step = max(1, _REFERENCE_ELEMENTS // max(self.sizes))
@@ -156,23 +207,24 @@ class KSMatmul(Workload):
             part = x.narrow(dim, start, n).double()
             for pattern, w in zip(self.patterns, weights, strict=True):
                 part = _factor(part, w, pattern, self.batch_first)
-            y.narrow(dim, start, n).copy_(part)
+            rest = None if residual is None else residual.narrow(dim, start, n).double()
+            y.narrow(dim, start, n).copy_(finished(part, self.activation, bias, rest, self.batch_first))
         return y
 
     def baseline(self, *inputs: torch.Tensor) -> tuple[str, Callable[[], Any]]:
         """(name, callable) of what a torch user would run: bmm between permutes, or on strided views."""
-        x, *weights = inputs
+        x, weights, bias, residual = self.parts(inputs)
 
         def call() -> torch.Tensor:
             y = x
             for pattern, w in zip(self.patterns, weights, strict=True):
                 y = bmm_factor(y, w, pattern, self.batch_first)
-            return y
+            return finished(y, self.activation, bias, residual, self.batch_first)
 
         return ("torch bmm with permutes" if self.batch_first else "torch bmm on views"), call
 
     def program(self) -> tvm.IRModule:
-        """TensorIR: one te.compute a factor over (batch, a, b, d) or (a, b, d, batch), 16-bit types accumulated in float32."""
+        """TensorIR: one te.compute a factor on 2-D tensors, 16-bit types summed in float32; one for rounding and epilogue."""
         import tvm
         from tvm import te
 
@@ -181,12 +233,21 @@ class KSMatmul(Workload):
         weights = [te.placeholder(p, name=n, dtype=self.dtype) for n, p in zip(self.weight_names, self.patterns, strict=True)]
         current = x
         for i, (pattern, w) in enumerate(zip(self.patterns, weights, strict=True)):
-            last = i == len(weights) - 1 and acc == self.dtype
+            last = i == len(weights) - 1 and acc == self.dtype and not self.epilogue
             current = contract_factor(current, w, pattern, self.batch_first, acc, "y" if last else f"t{i}")
-        if acc != self.dtype:
+        more = {t.name: te.placeholder(t.shape, name=t.name, dtype=t.dtype) for t in self.inputs[1 + len(weights) :]}
+        if acc != self.dtype or self.epilogue:
             total = current
-            current = te.compute(self.output.shape, lambda p, q: total(p, q).astype(self.dtype), name="y")
-        func = te.create_prim_func([x, *weights, current]).with_attr("global_symbol", "main")
+
+            def end(p: Any, q: Any) -> Any:
+                value = total(p, q)
+                if self.bias:
+                    value = value + more["bias"][q if self.batch_first else p].astype(acc)
+                value = activated(self.activation, value, acc)
+                return (value + more["residual"][p, q].astype(acc) if self.residual else value).astype(self.dtype)
+
+            current = te.compute(self.output.shape, end, name="y")
+        func = te.create_prim_func([x, *weights, *more.values(), current]).with_attr("global_symbol", "main")
         return tvm.IRModule({"main": func})
 
 

@@ -109,6 +109,12 @@ def test_times_that_cannot_be_are_refused(tmp_path: Path, us: float) -> None:
         read_table(tmp_path / "ks.json")
 
 
+def test_an_unknown_library_is_refused_by_name(tmp_path: Path) -> None:
+    save_table(tmp_path / "ks.json", "GPU", [_entry(_at(), 10.0, bmm=8.0, cutlass=1.0)])
+    with pytest.raises(RecordError, match=r"ks\.json': library_us='cutlass' is not allowed: choose one of .*bmm, dense"):
+        read_table(tmp_path / "ks.json")
+
+
 def test_tables_of_other_devices_and_damaged_ones_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_table(tmp_path / "user" / "library" / "ks.json", "GPU", [_entry(_at(), 10.0, bmm=1.0)])
     save_table(tmp_path / "shipped" / "h200" / "library" / "ks_1.json", "GPU", [_entry(_at(), 10.0, bmm=99.0)])

@@ -12,8 +12,8 @@ import pytest
 from kronsched.bench.suites import load_suite
 from kronsched.errors import InvalidConfig
 from kronsched.hardware import PRESETS
-from kronsched.runtime.build import build_artefact
-from kronsched.schedules import ks_last_plan, ks_mma_plan
+from kronsched.runtime.build import build_artefact, lower_source
+from kronsched.schedules import ks_last_plan, ks_mma_maps
 from kronsched.schedules.ks_cuda_mma import KSCudaMma, KSCudaMmaLast, KSTensorCore
 from kronsched.schedules.ks_last_plan import plan_last
 from kronsched.schedules.ks_mma_plan import plan_mma
@@ -49,7 +49,7 @@ def test_every_weight_has_one_place_in_the_packed_order(mma: str, dtype: str, pa
     w = KSMatmul(500, pattern, dtype)
     first = plan_mma(w, pattern, {**FIRST, "lunits": 2, "warps_m": 4, "mma": mma}, H200)
     last = plan_last(dataclasses.replace(w, layout="batch_last"), pattern, {**LAST, "warps_n": 4, "mma": mma}, H200)
-    for plan, module in ((first, ks_mma_plan), (last, ks_last_plan)):
+    for plan, module in ((first, ks_mma_maps), (last, ks_last_plan)):
         low = [plan.parts > 1 and module.low_weight(plan, index) for index in range(plan.weight_elements)]
         places = [module.weight_at(plan, index) for index in range(plan.weight_elements) if not low[index]]
         assert sum(low) == (plan.parts - 1) * len(places)
@@ -74,7 +74,7 @@ def test_loads_of_a_warp_meet_no_bank_conflict(dtype: str, d: int) -> None:
         for lane in range(32):
             g, t = lane // 4, lane % 4
             k, byte = (0, t * p.own * d * p.item) if p.small else (t, 0)
-            places[lane // together].append(ks_mma_plan.x_word(p, g, k, byte))
+            places[lane // together].append(ks_mma_maps.x_word(p, g, k, byte))
         for phase in places:
             banks = [(word + z) % 32 for word in phase for z in range(width)]
             assert len(set(banks)) == len(banks), f"lunits={lunits}"
@@ -97,7 +97,7 @@ def test_a_stage_has_room_for_every_byte_once() -> None:
     p = plan_mma(w, w.patterns[0], {**FIRST, "lunits": 2, "warps_l": 2, "warps_j": 1, "weights": "stream"}, H200)
     assert p.swizzled
     words = {
-        ks_mma_plan.x_word(p, row, k, byte) for row in range(p.rows) for k in range(p.ks) for byte in range(0, p.lb * p.item, 4)
+        ks_mma_maps.x_word(p, row, k, byte) for row in range(p.rows) for k in range(p.ks) for byte in range(0, p.lb * p.item, 4)
     }
     assert len(words) == p.rows * p.row_bytes // 4 and max(words) < p.rows * p.pitch // 4
 
@@ -118,7 +118,7 @@ WARPGROUP = {"mma": "wgmma", "warps_m": 4, "warps_n": 4, "warps_j": 1}
     ("pattern", "dtype", "change"),
     [
         ((2, 40, 48, 2), "float16", {"store": "staged", "groups": 2}),
-        ((2, 40, 48, 2), "float32", {"store": "staged", "groups": 2, "weights": "gather"}),
+        ((2, 40, 48, 2), "float32", {"store": "quad", "groups": 2, "weights": "gather"}),
         ((1, 20, 36, 4), "float32", {"ksteps": 2, "stages": 2}),
         pytest.param((1, 40, 34, 32), "float32", {"store": "pair", "lunits": 2, "warps_l": 1}, marks=pytest.mark.slow),
         ((1, 18, 17, 24), "float16", {"store": "staged", "warps_l": 2, "weights": "stream"}),
@@ -134,7 +134,7 @@ def test_batch_first_with_ragged_edges_over_several_tiles(pattern: Any, dtype: s
 @pytest.mark.parametrize(
     ("pattern", "dtype", "change"),
     [
-        ((1, 36, 20, 4), "float16", {"pairs": 3, "store": "staged"}),
+        ((1, 36, 20, 4), "float16", {"pairs": 3, "store": "quad"}),
         ((1, 36, 20, 4), "float32", {"pairs": 3, "weights": "gather"}),
         ((2, 20, 40, 1), "float32", {"weights": "stream", "mt": 2, "ksteps": 2}),
         ((2, 20, 90, 1), "bfloat16", {"weights": "stream", "mt": 2, "stages": 2}),
@@ -275,25 +275,13 @@ def test_every_pattern_of_the_grid_has_a_default(layout: str, dtype: str) -> Non
         assert features["predicted_us"] >= features["roofline_us"] > 0
 
 
-@pytest.mark.parametrize("pattern", [(8, 384, 96, 16), (3, 96, 96, 1)])
-def test_kernels_of_a_kind_seen_wrong_on_a_gpu_are_refused(pattern: Any) -> None:
-    w, schedule = KSMatmul(25088, pattern, "float32", "batch_last"), KSCudaMmaLast()
-    seen = {
-        **LAST,
-        **WARPGROUP,
-        "mj": 6,
-        "warps_j": 2,
-        "warps_n": 4,
-        "ksteps": 4,
-        "stages": 4,
-        "weights": "resident",
-        "vector": 16,
-    }
-    seen = {k: v for k, v in {**seen, "units": 1, "min_blocks": 1, "waves": 1}.items() if k != "warps_m"}
-    assert "seen wrong" in str(schedule.space(w, H200).invalid(seen))
-    default = schedule.default_config(w, H200)
-    assert schedule.space(w, H200).invalid(default) is None
-    assert {k: default[k] for k in ("mj", "ksteps", "vector")} != {"mj": 6, "ksteps": 4, "vector": 16}
+def test_the_loop_that_was_wrong_when_unrolled_stays_a_loop() -> None:
+    w, schedule = KSMatmul(25088, (8, 384, 96, 16), "float32", "batch_last"), KSCudaMmaLast()
+    seen = {**LAST, "mj": 6, "warps_n": 4, "ksteps": 4, "stages": 4, "mma": "wgmma"}
+    assert schedule.plan(w, w.patterns[0], seen, H200).rolled
+    source, _ = lower_source(w, schedule, seen, H200)
+    assert source.count("#pragma unroll 1") == 1
+    assert not schedule.plan(w, w.patterns[0], {**seen, "ksteps": 1, "mj": 3}, H200).rolled
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

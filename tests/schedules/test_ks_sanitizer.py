@@ -19,7 +19,6 @@ from kronsched.errors import KronschedError
 from kronsched.hardware import PRESETS, Device, resolve_target
 from kronsched.measure.crew import Crew
 from kronsched.runtime.cache import get_or_build
-from kronsched.schedules.base import Schedule
 from kronsched.space import Candidate, SearchSpace
 
 BATCHES = (1, 2, 7)
@@ -32,6 +31,7 @@ PATTERNS = {
         ("float16", (2, 72, 64, 1)),
         ("float16", (1, 200, 192, 64)),
         ("float32", (1, 148, 144, 16)),
+        ("float16", ((2, 16, 32, 1), (1, 24, 16, 2))),
     ],
     "batch_last": [("float16", (2, 40, 24, 2)), ("float32", (3, 33, 17, 1))],
 }
@@ -53,11 +53,6 @@ for path in json.load(open(sys.argv[1])):
     assert verdict.message is None, f"{w.label} {module.config}: {verdict.message}"
 print("all right")
 """
-
-
-def schedules(layout: str, dtype: str, pattern: tuple[int, int, int, int], device: Device) -> list[Schedule]:
-    w = KSMatmul(batch=7, pattern=pattern, dtype=dtype, layout=layout)
-    return [s for s in registry.schedules_for(w, device) if s.device_kind == "cuda"]
 
 
 def covering(space: SearchSpace, default: Candidate, seed: int = 0, draws: int = 300) -> Iterator[Candidate]:

@@ -115,3 +115,47 @@ def test_batch_last_bmm_makes_no_copy_of_x(monkeypatch: pytest.MonkeyPatch) -> N
     x, weight = w.make_inputs(6)
     bmm_factor(x, weight, (1, 3, 4, 5), False)
     assert [b.data_ptr() for b in seen] == [x.data_ptr()]
+
+
+# -- epilogue ---------------------------------------------------------------------------------------------
+
+
+def test_an_absent_epilogue_leaves_label_and_key_as_they_were() -> None:
+    w = KSMatmul(25088, (6, 64, 64, 1), "float16")
+    assert set(w.to_dict()) == {"family", "batch", "pattern", "dtype", "layout"} and w.plain is w
+    fused = KSMatmul(25088, (6, 64, 64, 1), "float16", bias=True, activation="gelu", residual=True)
+    assert fused.label == w.label + " bias gelu residual" and fused.key != w.key and fused.plain == w
+    assert KSMatmul.from_fields(fused.to_dict()) == fused
+    assert fused.min_bytes == w.min_bytes + 2 * (384 + 25088 * 384)
+
+
+@pytest.mark.parametrize("layout", ["batch_first", "batch_last"])
+def test_the_epilogue_by_definition(layout: str) -> None:
+    w = KSMatmul(3, CHAIN, "float64", layout, bias=True, activation="relu", residual=True)
+    flat = w.make_inputs(0)
+    x, ws, bias, residual = w.parts(flat)
+    assert bias.shape == (24,) and residual.shape == w.output.shape
+    z = w.plain.reference(x, *ws) + (bias if layout == "batch_first" else bias[:, None])
+    want = z.clamp(min=0) + residual
+    assert torch.allclose(w.reference(*flat), want, rtol=1e-13)
+    assert torch.allclose(w.baseline(*flat)[1](), want, rtol=1e-12)
+
+
+def test_call_forms_with_an_epilogue() -> None:
+    w = KSMatmul(3, CHAIN, bias=True, residual=True)
+    assert w.flatten_named(("x", ["u", "v"]), {"bias": "b", "residual": "r"}) == ["x", "u", "v", "b", "r"]
+    assert w.flatten_args(("x", ["u", "v"], "b", "r")) == ["x", "u", "v", "b", "r"]
+    assert w.flatten_named(("x", "u", "v", "b"), {"residual": "r"}) == ["x", "u", "v", "b", "r"]
+    for named, message in (
+        ({"bias": "b"}, "residual is missing"), ({"scale": 1}, "'scale' was given"),
+    ):  # fmt: skip
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+            w.flatten_named(("x", "u", "v"), named)
+    with pytest.raises(ArgumentError, match="bias was given: make the workload with bias=True"):
+        KSMatmul(3, CHAIN).flatten_named(("x", "u", "v"), {"bias": "b"})
+
+
+@pytest.mark.parametrize(("named", "message"), [({"activation": "tanh"}, "activation='tanh'"), ({"bias": 1}, "bias=1 must be")])
+def test_a_wrong_epilogue_is_named(named: dict[str, Any], message: str) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        KSMatmul(3, CHAIN, **named)

@@ -1,5 +1,7 @@
 """Peers of Kronecker-sparse matmul: torch's own formulations and lazylinop, the library of the authors of ksmm.
 
+Of a product with an epilogue: torch's formulations and, for information, our own plain kernel, each followed by torch's passes.
+
 float32 peers compute without TF32, as our kernels have float32-level errors. What is shown for information does not count as
 the best peer: `strided_bmm_tf32` (less exact than float32 allows) and `block_dense` (a formulation that users do not write).
 """
@@ -13,11 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kronsched.bench.peers.base import PeerUnavailable
+from kronsched.bench.peers.base import PeerUnavailable, for_information
 from kronsched.errors import UnsupportedError
 from kronsched.hardware import Device, floor_us, measure_ceilings, resolve_target
 from kronsched.nn import ks_select_library as library
 from kronsched.workloads.ks import KSMatmul
+from kronsched.workloads.ks_epilogue import finished
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +140,33 @@ PEERS: dict[str, Peer] = {
     "block_dense": ShownPeer(partial(by_library, "block_dense"), slack=4.0),
     "strided_bmm_tf32": ShownPeer(strided_bmm_tf32, slack=TF32_SLACK),
 }
+
+
+def then_passes(make: Peer) -> Peer:
+    """A peer of the plain product, then torch's operations for bias, activation and residual."""
+
+    def peer(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        assert isinstance(workload, KSMatmul)
+        x, weights, bias, residual = workload.parts(inputs)
+        call = make(workload.plain, [x, *weights])
+        return lambda: finished(call(), workload.activation, bias, residual, workload.batch_first)
+
+    return peer
+
+
+def our_kernel(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Our kernel of the plain product."""
+    from kronsched.runtime.load import load
+
+    module = load(workload, device=str(inputs[0].device))
+    return lambda: module(*inputs)
+
+
+FUSED_PEERS: dict[str, Peer] = {
+    "unfused": for_information(then_passes(our_kernel)),
+    **{name: then_passes(partial(by_library, name)) for name in ("strided_bmm", "bmm", "dense")},
+}
+"""Peers of products with an epilogue."""
 
 
 def _check_hope(name: str, workload: KSMatmul, x: torch.Tensor) -> None:
