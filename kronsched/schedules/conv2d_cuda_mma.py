@@ -42,7 +42,7 @@ class Conv2dCudaMma(Schedule):
     name: ClassVar[str] = "conv2d_cuda_mma"
     family: ClassVar[str] = "conv2d"
     device_kind: ClassVar[str] = "cuda"
-    untuned_share: ClassVar[float] = 0.3
+    untuned_share: ClassVar[float] = 0.2
 
     def supports(self, workload: Workload, device: Device) -> str | None:
         """None for one group of channels on a GPU that has the dtype's instruction."""

@@ -86,9 +86,14 @@ class Conv2dCudaTma(Schedule):
         funcs, launches = {"conv2d": tma_program(plan, "conv2d")}, []
         if plan.fold:
             funcs["conv2d_fold"] = fold_program(plan.fold, "conv2d_fold")
-            launches.append(Launch("conv2d_fold", tuple(str(p.name) for p in funcs["conv2d_fold"].params)))
+            launches.append(Launch("conv2d_fold", tuple(str(p.name) for p in funcs["conv2d_fold"].params), overlap=True))
         launches.append(Launch("conv2d", tuple(str(p.name) for p in funcs["conv2d"].params), overlap=True))
         return Scheduled(tvm.IRModule(funcs), tuple(launches), plan.fold.scratch if plan.fold else ())
+
+    def expected_us(self, workload: Workload, config: Config, device: Device) -> float | None:
+        """By `estimated_us`."""
+        assert isinstance(workload, Conv2d)
+        return estimated_us(plan_tma(workload, config, device), device)
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Waves, occupancy, bytes through each memory level, predicted and roofline time."""

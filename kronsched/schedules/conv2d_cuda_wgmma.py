@@ -38,7 +38,7 @@ class Conv2dCudaWgmma(Schedule):
     name: ClassVar[str] = "conv2d_cuda_wgmma"
     family: ClassVar[str] = "conv2d"
     device_kind: ClassVar[str] = "cuda"
-    untuned_share: ClassVar[float] = 0.5
+    untuned_share: ClassVar[float] = 0.28
 
     def supports(self, workload: Workload, device: Device) -> str | None:
         """None for sm_90a and one group of channels."""
@@ -57,7 +57,7 @@ class Conv2dCudaWgmma(Schedule):
 
         def check(config: Config) -> str | None:
             try:
-                _tile(workload, config, device)
+                tile_of(workload, config, device)
             except InvalidConfig as e:
                 return str(e)
             return None
@@ -77,24 +77,25 @@ class Conv2dCudaWgmma(Schedule):
     def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
         """One launch, or two where channels are padded first."""
         assert isinstance(workload, Conv2d)
-        tile, groups = _tile(workload, config, device), _groups(config)
+        tile, groups = tile_of(workload, config, device), groups_of(config)
         return conv2d_launches(tile, lambda name, specs: wgmma_program(tile, name, specs, groups), groups.waits)
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Waves, occupancy, bytes through each memory level, predicted roofline time."""
         assert isinstance(workload, Conv2d)
-        features = tile_features(_tile(workload, config, device), device)
+        features = tile_features(tile_of(workload, config, device), device)
         return {**features, "model_us": _estimate(workload, config, device)}
 
 
-def _groups(config: Config) -> Groups:
+def groups_of(config: Config) -> Groups:
+    """The warpgroups of a config."""
     rows, columns = int(config["row_groups"]), int(config["col_groups"])
     return Groups(rows, columns, int(config["overlap"]), config["start"] == "wait")
 
 
-def _tile(conv: Conv2d, config: Config, device: Device) -> ConvTile:
+def tile_of(conv: Conv2d, config: Config, device: Device) -> ConvTile:
     """The tile of a config. Raises InvalidConfig with one line."""
-    block_m, block_n, groups = int(config["block_m"]), int(config["block_n"]), _groups(config)
+    block_m, block_n, groups = int(config["block_m"]), int(config["block_n"]), groups_of(config)
     stages, overlap, per_sm = int(config["stages"]), groups.overlap, int(config["per_sm"])
     if block_m % (64 * groups.rows) or block_n % (16 * groups.columns):
         raise InvalidConfig(f"{block_m} × {block_n} is not a whole number of products for {groups.rows} × {groups.columns}")
@@ -113,7 +114,7 @@ def _tile(conv: Conv2d, config: Config, device: Device) -> ConvTile:
 
 def _estimate(conv: Conv2d, config: Config, device: Device) -> float:
     """Microseconds, roughly."""
-    tile, columns = _tile(conv, config, device), int(config["col_groups"])
+    tile, columns = tile_of(conv, config, device), int(config["col_groups"])
     return estimated_us(tile, device, tile.block_m * columns + tile.block_m // 64 * tile.block_n)
 
 

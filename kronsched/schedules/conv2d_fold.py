@@ -26,6 +26,8 @@ from kronsched.workloads.base import TensorSpec
 from kronsched.workloads.conv2d import Conv2d
 
 THREADS = 256
+UNITS = 4
+"""Times 16 bytes of x_fold that a thread writes: all are read before any is written."""
 _LINE = 16
 """Bytes that a thread writes, and that windows begin at multiples of."""
 _WINDOWS = (32, 64, 128)
@@ -110,21 +112,31 @@ def pair_of(conv: Conv2d) -> Fold | None:
 
 
 def fold_program(fold: Fold, name: str) -> Any:
-    """The PrimFunc over x, w, scale, bias and their folded forms; a thread writes 16 bytes of x_fold, or one other element."""
+    """The PrimFunc over x, w, scale, bias and their folded forms: first blocks that make x_fold, then those for the others.
+
+    The launch overlaps the one before it, and lets the next one start, which waits for its end.
+    """
+    from tvm.script import tirx as T
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
 
     scratch = {t.name.removesuffix("_fold"): t for t in fold.scratch}
-    jobs = {n: t.size * fold.item // _LINE if n == "x" else t.size for n, t in scratch.items()}
+    images = -(-scratch["x"].size * fold.item // (_LINE * THREADS * UNITS)) if "x" in scratch else 0
+    jobs = {n: t.size for n, t in scratch.items() if n != "x"}
     with IRBuilder() as builder:
         with I.prim_func():
             I.func_name(name)
             sources = {t.name: I.arg(t.name, I.buffer((t.size,), t.dtype)) for t in fold.conv.inputs if t.name in scratch}
             targets = {n: I.arg(t.name, I.buffer((t.size,), t.dtype)) for n, t in scratch.items()}
             I.device_entry()
-            block = IRBuilder.name("block", I.cta_id([-(-sum(jobs.values()) // THREADS)]))
+            block = IRBuilder.name("block", I.cta_id([images - (-sum(jobs.values()) // THREADS)]))
             thread = IRBuilder.name("thread", I.thread_id([THREADS]))
-            job, first = named("job", block * THREADS + thread), 0
+            do(T.ptx.griddepcontrol.launch_dependents())
+            do(T.ptx.griddepcontrol.wait())
+            if images:
+                with I.If(block < images), I.Then():
+                    _image(fold, sources["x"], targets["x"], named("unit", block * (THREADS * UNITS) + thread))
+            job, first = named("job", (block - images) * THREADS + thread), 0
             for tensor, count in jobs.items():
                 with I.If(_between(job, first, first + count)), I.Then():
                     _WRITE.get(tensor, _repeat)(fold, sources[tensor], targets[tensor], job - first)
@@ -135,70 +147,96 @@ def fold_program(fold: Fold, name: str) -> Any:
 def _between(value: Any, low: int, high: int) -> Any:
     from tvm.script import tirx as T
 
-    return T.And(value >= low, value < high) if low else value < high
+    return T.And(value >= low, value < high)
 
 
-def _image(fold: Fold, x: Any, x_fold: Any, job: Any) -> None:
-    """16 bytes of x_fold: from whole words of x where those of all lines begin at the same byte of a word."""
+def _image(fold: Fold, x: Any, x_fold: Any, first: Any) -> None:
+    """The units of 16 bytes first, first + THREADS, … of x_fold; by words of x where all lines begin at the same byte of one."""
+    from tvm.script import tirx as T
+    from tvm.tirx.script.builder import ir as I
+
     conv, pixel = fold.conv, fold.conv.c_in * fold.item
     pixels = _LINE // (fold.channels * fold.item)
     even = conv.w * pixel % 4 == 0 and pixels * pixel % 4 == 0 and pixels * fold.channels * fold.item == _LINE
     whole = even and fold.line % (pixels * fold.channels) == 0 and conv.n * conv.h * conv.w * pixel % 4 == 0
-    (_image_by_word if whole else _image_by_element)(fold, x, x_fold, job)
+    units = [_Words(fold, x, first + i * THREADS) if whole else _Elements(fold, x, first + i * THREADS) for i in range(UNITS)]
+    for i, unit in enumerate(units):
+        with I.If(first + i * THREADS < x_fold.shape[0] * fold.item // _LINE), I.Then():
+            words = unit.fill()
+            to = x_fold.ptr_to([(first + i * THREADS) * (_LINE // fold.item)])
+            do(T.ptx["st.global.v4.b32"](to, *(words[e] for e in range(_LINE // 4))))
 
 
-def _image_by_word(fold: Fold, x: Any, x_fold: Any, job: Any) -> None:
-    """The bytes of an output word are in one or two words of x."""
-    from tvm.script import tirx as T
-    from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as I
+class _Words:
+    """A unit whose words each come from one or two words of x, which are read at once."""
 
-    conv, item = fold.conv, fold.item
-    pixel, wide = conv.c_in * item, fold.channels * item  # bytes of a pixel, and of one with more channels
-    pixels = _LINE // wide
-    per_line = fold.line * item // _LINE
-    column = named("column", job % per_line * pixels - conv.padding[1])
-    shift = -conv.padding[1] * pixel % 4  # of the first byte in its word
-    first = named("first", (job // per_line * (conv.w * pixel) + column * pixel - shift) // 4)
-    last = conv.n * conv.h * conv.w * pixel // 4 - 1
-    count = -(-(shift + pixels * pixel) // 4)
-    read = IRBuilder.name("read", I.alloc_local([count], "uint32"))
-    for i in range(count):
-        at = T.max(T.min(first + i, last), 0)
-        do(T.ptx["ld.global.nc.b32"](read[i], x.ptr_to([at * (4 // item)])))
-    words = IRBuilder.name("words", I.alloc_local([_LINE // 4], "uint32"))
-    for word in range(_LINE // 4):
-        start, length = word * 4 // wide, min(4, max(0, pixel - word * 4 % wide))  # the word's pixel, and bytes of it
-        source = shift + start * pixel + word * 4 % wide
-        select = sum((source % 4 + b) << (4 * b) for b in range(4))
-        I.buffer_store(words, T.uint32(0), [word])
-        with I.If(T.And(column + start >= 0, column + start < conv.w)), I.Then():
-            if length:
-                do(T.ptx["prmt.b32"](words[word], read[source // 4], read[min(source // 4 + 1, count - 1)], T.uint32(select)))
-            if length < 4:
-                I.buffer_store(words, words[word] & T.uint32((1 << 8 * length) - 1), [word])
-    do(T.ptx["st.global.v4.b32"](x_fold.ptr_to([job * (_LINE // item)]), *(words[i] for i in range(_LINE // 4))))
+    def __init__(self, fold: Fold, x: Any, job: Any) -> None:
+        from tvm.script import tirx as T
+        from tvm.script.ir_builder import IRBuilder
+        from tvm.tirx.script.builder import ir as I
+
+        conv, item = fold.conv, fold.item
+        self.fold, self.pixel, self.wide = fold, conv.c_in * item, fold.channels * item  # bytes of a pixel, and of one with more
+        pixels = _LINE // self.wide
+        per_line = fold.line * item // _LINE
+        self.column = named("column", job % per_line * pixels - conv.padding[1])
+        self.shift = -conv.padding[1] * self.pixel % 4  # of the first byte in its word
+        first = named("first", (job // per_line * (conv.w * self.pixel) + self.column * self.pixel - self.shift) // 4)
+        last = conv.n * conv.h * conv.w * self.pixel // 4 - 1
+        self.count = -(-(self.shift + pixels * self.pixel) // 4)
+        self.read = IRBuilder.name("read", I.alloc_local([self.count], "uint32"))
+        for i in range(self.count):
+            at = T.max(T.min(first + i, last), 0)
+            do(T.ptx["ld.global.nc.b32"](self.read[i], x.ptr_to([at * (4 // item)])))
+
+    def fill(self) -> Any:
+        """The unit's words."""
+        from tvm.script import tirx as T
+        from tvm.script.ir_builder import IRBuilder
+        from tvm.tirx.script.builder import ir as I
+
+        words, read = IRBuilder.name("words", I.alloc_local([_LINE // 4], "uint32")), self.read
+        for word in range(_LINE // 4):
+            start, length = word * 4 // self.wide, min(4, max(0, self.pixel - word * 4 % self.wide))  # its pixel, and bytes of it
+            source = self.shift + start * self.pixel + word * 4 % self.wide
+            select = sum((source % 4 + b) << (4 * b) for b in range(4))
+            I.buffer_store(words, T.uint32(0), [word])
+            inside = T.And(self.column + start >= 0, self.column + start < self.fold.conv.w)
+            with I.If(inside), I.Then():
+                if length:
+                    after = read[min(source // 4 + 1, self.count - 1)]
+                    do(T.ptx["prmt.b32"](words[word], read[source // 4], after, T.uint32(select)))
+                if length < 4:
+                    I.buffer_store(words, words[word] & T.uint32((1 << 8 * length) - 1), [word])
+        return words
 
 
-def _image_by_element(fold: Fold, x: Any, x_fold: Any, job: Any) -> None:
-    """16 bytes of x_fold, element by element."""
-    from tvm.script import tirx as T
-    from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as I
+class _Elements:
+    """A unit that is put together element by element."""
 
-    conv, item, per_word = fold.conv, fold.item, 4 // fold.item
-    line, start = job // (fold.line * item // _LINE), job % (fold.line * item // _LINE) * (_LINE // item)
-    words = IRBuilder.name("words", I.alloc_local([_LINE // 4], "uint32"))
-    for word in range(_LINE // 4):
-        I.buffer_store(words, T.uint32(0), [word])
-        for i in range(per_word):
-            at = start + word * per_word + i
-            column, c = named("column", at // fold.channels - conv.padding[1]), named("c", at % fold.channels)
-            with I.If(T.And(T.And(column >= 0, column < conv.w), c < conv.c_in)), I.Then():
-                value = x[(line * conv.w + column) * conv.c_in + c]
-                bits = T.Cast("uint32", T.reinterpret(f"uint{8 * item}", value)) << T.uint32(8 * item * i)
-                I.buffer_store(words, words[word] | bits, [word])
-    do(T.ptx["st.global.v4.b32"](x_fold.ptr_to([job * (_LINE // item)]), *(words[i] for i in range(_LINE // 4))))
+    def __init__(self, fold: Fold, x: Any, job: Any) -> None:
+        self.fold, self.x, self.job = fold, x, job
+
+    def fill(self) -> Any:
+        """The unit's words."""
+        from tvm.script import tirx as T
+        from tvm.script.ir_builder import IRBuilder
+        from tvm.tirx.script.builder import ir as I
+
+        fold, conv, item, job = self.fold, self.fold.conv, self.fold.item, self.job
+        per_word, per_line = 4 // item, fold.line * item // _LINE
+        line, start = job // per_line, job % per_line * (_LINE // item)
+        words = IRBuilder.name("words", I.alloc_local([_LINE // 4], "uint32"))
+        for word in range(_LINE // 4):
+            I.buffer_store(words, T.uint32(0), [word])
+            for i in range(per_word):
+                at = start + word * per_word + i
+                column, c = named("column", at // fold.channels - conv.padding[1]), named("c", at % fold.channels)
+                with I.If(T.And(T.And(column >= 0, column < conv.w), c < conv.c_in)), I.Then():
+                    value = self.x[(line * conv.w + column) * conv.c_in + c]
+                    bits = T.Cast("uint32", T.reinterpret(f"uint{8 * item}", value)) << T.uint32(8 * item * i)
+                    I.buffer_store(words, words[word] | bits, [word])
+        return words
 
 
 def _weights(fold: Fold, w: Any, w_fold: Any, job: Any) -> None:
@@ -225,4 +263,4 @@ def _repeat(fold: Fold, source: Any, target: Any, job: Any) -> None:
     I.buffer_store(target, source[job % fold.conv.c_out], [job])
 
 
-_WRITE: dict[str, Callable[[Fold, Any, Any, Any], None]] = {"x": _image, "w": _weights}
+_WRITE: dict[str, Callable[[Fold, Any, Any, Any], None]] = {"w": _weights}

@@ -191,7 +191,9 @@ class Gather:
         mine, held = self.piece * (tile.piece // tile.item), self.held["k"]
         if kh * kw == 1:
             k = held.set(0, chunk * tile.chunk_elements + mine)
-            return 0, k, k if conv.layout == "NHWC" else held.set(2, self._of_channel(k)), 0, 0
+            whole = tile.row_elements * tile.item % tile.used == 0
+            tap = 0 if whole or not self.masked else held.set(1, k // tile.channels)  # past the channels: no bit of a mask
+            return tap, k, k if conv.layout == "NHWC" else held.set(2, self._of_channel(k)), 0, 0
         if tile.by_channel:  # all taps of 128 bytes of channels, then the next channels: what taps share is read again soon
             tap = named("tap", chunk % (kh * kw))
             inner = named("inner", chunk // (kh * kw) * tile.chunk_elements + mine)

@@ -20,7 +20,7 @@ def x_map(plan: TmaPlan, x: Any) -> Any:
 
     conv, item, elements, pixels = plan.conv, plan.item, plan.width // plan.item, plan.block_m
     if plan.pointwise:
-        return _map(ENCODE, "x", conv.in_dtype, x, 2, conv.c_in, conv.pixels, conv.c_in * item, elements, plan.block_m, 1, 1,
+        return tensor_map(ENCODE, "x", conv.in_dtype, x, 2, conv.c_in, conv.pixels, conv.c_in * item, elements, pixels, 1, 1,
                     0, SWIZZLE[plan.width], 2, 0)  # fmt: skip
     (ph, pw), (kh, kw), (dh, dw), (sh, sw) = conv.padding, conv.kernel, conv.dilation, conv.stride
     extents, row = (conv.c_in, conv.w, conv.h, conv.n), conv.c_in * item
@@ -28,7 +28,7 @@ def x_map(plan: TmaPlan, x: Any) -> Any:
     if plan.fold and not plan.pairs:
         strides = plan.fold.strides
     window = (-pw, -ph, pw - (kw - 1) * dw, ph - (kh - 1) * dh)
-    return _map(ENCODE_IM2COL, "x", conv.in_dtype, x, 4, *extents, *strides, *window, elements, pixels, 1, sw, sh, 1,
+    return tensor_map(ENCODE_IM2COL, "x", conv.in_dtype, x, 4, *extents, *strides, *window, elements, pixels, 1, sw, sh, 1,
                 0, SWIZZLE[plan.width], 2, 0)  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def w_map(plan: TmaPlan, w: Any) -> Any:
     extents = (conv.depth, 2, 4, group, conv.c_out // (8 * group))
     strides = (depth, 2 * group * depth, 2 * depth, 8 * group * depth)
     box = (elements, 2, 4, group, plan.block_n // (8 * group))
-    return _map(ENCODE, "w", conv.in_dtype, w, 5, *extents, *strides, *box, 1, 1, 1, 1, 1, 0, SWIZZLE[plan.width], 2, 0)
+    return tensor_map(ENCODE, "w", conv.in_dtype, w, 5, *extents, *strides, *box, 1, 1, 1, 1, 1, 0, SWIZZLE[plan.width], 2, 0)
 
 
 def y_map(plan: TmaPlan, y: Any) -> Any:
@@ -53,11 +53,11 @@ def y_map(plan: TmaPlan, y: Any) -> Any:
 
     conv, columns = plan.conv, plan.panel_columns
     swizzle = SWIZZLE[columns * plan.out_item]
-    return _map(ENCODE, "y", conv.out_dtype, y, 2, conv.c_out, conv.pixels, conv.c_out * plan.out_item, columns, PANEL_ROWS,
+    return tensor_map(ENCODE, "y", conv.out_dtype, y, 2, conv.c_out, conv.pixels, conv.c_out * plan.out_item, columns, PANEL_ROWS,
                 1, 1, 0, swizzle, 0, 0)  # fmt: skip
 
 
-def _map(call: str, name: str, dtype: str, tensor: Any, rank: int, *numbers: int) -> Any:
+def tensor_map(call: str, name: str, dtype: str, tensor: Any, rank: int, *numbers: int) -> Any:
     """A tensor map, encoded on the host side; see runtime/tensor_map.py."""
     from tvm.script import tirx as T
     from tvm.script.ir_builder import IRBuilder

@@ -12,6 +12,7 @@ Read first: `wgmma_program`, `_Kernel.emit`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,9 @@ def instruction_columns(in_dtype: str, columns: int) -> int:
     return columns // 2 if in_dtype == "int8" and columns > 224 else columns
 
 
-def wgmma_program(tile: ConvTile, name: str, specs: list[TensorSpec], groups: Groups) -> Any:
+def wgmma_program(
+    tile: ConvTile, name: str, specs: list[TensorSpec], groups: Groups, epilogue: Callable[..., Epilogue] = Epilogue
+) -> Any:
     """The PrimFunc of a tile over `specs` (x and w, perhaps widened, the epilogue's, y), all flat."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
@@ -59,14 +62,14 @@ def wgmma_program(tile: ConvTile, name: str, specs: list[TensorSpec], groups: Gr
             tensors = {t.name: I.arg(t.name, I.buffer((t.size,), t.dtype)) for t in specs}
             I.device_entry()
             with I.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.per_sm}):
-                _Kernel(tile, tensors, groups).emit()
+                _Kernel(tile, tensors, groups, epilogue).emit()
         return builder.get()
 
 
 class _Kernel:
     """A kernel under construction."""
 
-    def __init__(self, tile: ConvTile, tensors: dict[str, Any], groups: Groups) -> None:
+    def __init__(self, tile: ConvTile, tensors: dict[str, Any], groups: Groups, epilogue: Callable[..., Epilogue]) -> None:
         from tvm.script import tirx as T
         from tvm.script.ir_builder import IRBuilder
         from tvm.tirx.script.builder import ir as I
@@ -83,7 +86,7 @@ class _Kernel:
         self.operand = name("operand", I.alloc_local([2], "uint64"))
         x, w = list(tensors.values())[:2]
         self.gather = Gather(tile, x, w, base, self.tx)
-        self.ends = Epilogue(tile, self.acc, tensors, named("t", self.tx & 3))
+        self.ends = epilogue(tile, self.acc, tensors, named("t", self.tx & 3))
         kind = KIND[tile.conv.in_dtype]
         depth, wide = STEP_BYTES // tile.item, "s32" if integers else "f32"
         self.mma = f"wgmma.mma_async.sync.aligned.m64n{self.columns}k{depth}.{wide}.{kind}.{kind}"

@@ -1,6 +1,7 @@
 """Dense Gemm on Hopper's warpgroup tensor cores: TMA, mbarriers and wgmma in a persistent, warp-specialised TIRx tile program.
 
     main: x, w, [x_scale, w_scale] -> y,  or with split_k > 1  main: x, w -> p,  sum: p, [x_scale, w_scale] -> y
+    before it, where TMA cannot read rows of k as they are:  pad: x, w -> x_padded, w_padded
 
 Read first: gemm_dense_wgmma_plan.py (sizes and constraints), gemm_dense_wgmma_kernel.py (the program).
 """
@@ -27,7 +28,7 @@ _SHAPE = ("block_m", "block_n", "warpgroups", "split_k", "promote", "pair", "clu
 
 
 class GemmDenseWgmma(Schedule):
-    """float16, bfloat16, int8 and float8 on sm_90a; any m and n, rows of k of whole 16 bytes."""
+    """float16, bfloat16, int8 and float8 on sm_90a; any m, n and k (rows of other than whole 16 bytes are copied first)."""
 
     name: ClassVar[str] = "gemm_dense_wgmma"
     family: ClassVar[str] = "gemm"
@@ -35,7 +36,7 @@ class GemmDenseWgmma(Schedule):
     untuned_share: ClassVar[float] = 0.7
 
     def supports(self, workload: Workload, device: Device) -> str | None:
-        """None for dense weights on sm_90a with k in multiples of 16 bytes."""
+        """None for dense weights on sm_90a."""
         assert isinstance(workload, Gemm)
         return why_not(workload, device)
 
@@ -54,14 +55,16 @@ class GemmDenseWgmma(Schedule):
         return SearchSpace(self.name, knobs, check)
 
     def default_config(self, workload: Workload, device: Device) -> Config:
-        """The tile shape that a rough model finds fastest, with as many stages as fit."""
+        """The tile shape that a rough model finds fastest, with as many stages as fit, in bands that read the fewest rows."""
         assert isinstance(workload, Gemm)
         space = self.space(workload, device)
         values: dict[str, tuple[Any, ...]] = {k.name: k.values for k in space.knobs}
         found: list[tuple[float, int, Config]] = []
         for shape in itertools.product(*(values[name] for name in _SHAPE)):
-            for stages, group in itertools.product(sorted(values["stages"], reverse=True), _descending(values["group"], 8)):
-                config = {**dict(zip(_SHAPE, shape, strict=True)), "stages": stages, "group": group}
+            tile = dict(zip(_SHAPE, shape, strict=True))
+            groups = sorted(values["group"], key=lambda group: _rows_in_flight(group, tile, device))
+            for stages, group in itertools.product(sorted(values["stages"], reverse=True), groups):
+                config = {**tile, "stages": stages, "group": group}
                 config["pingpong"] = values["pingpong"][0]
                 config = {knob.name: config[knob.name] for knob in space.knobs}
                 if space.invalid(config) is None:
@@ -75,15 +78,17 @@ class GemmDenseWgmma(Schedule):
         """One PrimFunc a launch; scratch for partial sums."""
         import tvm
 
+        from kronsched.schedules.gemm_dense_pad import pad_kernel, padded_inputs
         from kronsched.schedules.gemm_dense_sum import sum_kernel
         from kronsched.schedules.gemm_dense_wgmma_kernel import main_kernel
 
         assert isinstance(workload, Gemm)
         plan: DensePlan = plan_dense(workload, config, device)
-        funcs: dict[str, Any] = {"gemm_wgmma": main_kernel(plan, "gemm_wgmma")}
-        scratch: tuple[TensorSpec, ...] = ()
+        funcs: dict[str, Any] = {"gemm_pad": pad_kernel(workload, plan.workload.k, "gemm_pad")} if plan.padded else {}
+        scratch = padded_inputs(plan.workload) if plan.padded else ()
+        funcs["gemm_wgmma"] = main_kernel(plan, "gemm_wgmma")
         if plan.split_k > 1:
-            scratch = (TensorSpec("p", (plan.split_k, workload.m, workload.n), plan.out_dtype),)
+            scratch += (TensorSpec("p", (plan.split_k, workload.m, workload.n), plan.out_dtype),)
             funcs["gemm_sum"] = sum_kernel(workload, plan.split_k, "gemm_sum")
         launches = tuple(Launch(name, tuple(str(p.name) for p in f.params), overlap=True) for name, f in funcs.items())
         return Scheduled(tvm.IRModule(funcs), launches, scratch)
@@ -94,9 +99,10 @@ class GemmDenseWgmma(Schedule):
         return dense_features(plan_dense(workload, config, device), device)
 
 
-def _descending(values: tuple[int, ...], most: int) -> list[int]:
-    """Values up to `most` from large to small, then the others."""
-    return sorted(values, key=lambda v: (v > most, -v if v <= most else v))
+def _rows_in_flight(group: int, tile: Mapping[str, Any], device: Device) -> float:
+    """Rows of x and of w that the tiles in flight read: the fewer, the more is found in the L2 cache."""
+    high = group * tile["cluster"]
+    return float(high * tile["block_m"] + device.units / high * tile["block_n"])
 
 
 def _fitting(knob: Knob, w: Gemm) -> Knob:

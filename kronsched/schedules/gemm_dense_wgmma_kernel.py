@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kronsched.schedules.gemm_dense_pad import PADDED
 from kronsched.schedules.gemm_dense_wgmma_mainloop import Mainloop, Ring, evaluate
 from kronsched.schedules.gemm_dense_wgmma_plan import PANEL_BYTES, REGISTERS, ROW_BYTES, DensePlan
 from kronsched.schedules.gemm_dense_wgmma_store import Store
@@ -42,7 +43,8 @@ def main_kernel(plan: DensePlan, name: str) -> Any:
             I.func_name(name)
             inputs = {t.name: t for t in dense_inputs(w)}
             wanted = list(inputs) if plan.scaled else ["x", "w"]
-            tensors = {n: I.arg(n, I.buffer(inputs[n].shape, inputs[n].dtype)) for n in wanted}
+            names = PADDED if plan.padded else {}
+            tensors = {n: I.arg(names.get(n, n), I.buffer(inputs[n].shape, inputs[n].dtype)) for n in wanted}
             shape = (w.m, w.n) if plan.split_k == 1 else (plan.split_k, w.m, w.n)
             y = I.arg("y" if plan.split_k == 1 else "p", I.buffer(shape, plan.out_dtype))
             maps = {n: _tensor_map(tensors[n], n, w.a_dtype, (w.k, extent), (plan.block_k, rows))

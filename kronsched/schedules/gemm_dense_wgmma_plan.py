@@ -10,14 +10,14 @@ Read first: `DensePlan`, `plan_dense`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.space import Config
 from kronsched.workloads.gemm import Gemm
-from kronsched.workloads.gemm_dense import has_scales
+from kronsched.workloads.gemm_dense import MAX_INT8_K, has_scales
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -36,6 +36,8 @@ _EIGHT_BITS = 0.78
 """Share of the 8-bit peak rate that an H200 sustains."""
 _LATENCY_NS = 1400.0
 """From asking for a stage to having it."""
+_HEAT = 0.02
+"""What bytes through L2 cost where they are not what limits: power, so clock, as a share of the time that L2 would need."""
 _CLUSTER_US = 0.3
 """What the barriers of a cluster cost a unit."""
 _UNKNOWN_GFLOPS = 500_000.0
@@ -49,7 +51,8 @@ class DensePlan:
     """One kernel.
 
     workload, …, cluster: the knobs, as search_spaces/gemm_dense_wgmma.toml says.  blocks: launched.  span: staging panels a
-    warpgroup has; 0: results go straight to global memory.
+    warpgroup has; 0: results go straight to global memory.  padded: x and w are copies whose rows have whole 16 bytes, and k is
+    that of the copies.
     """
 
     workload: Gemm
@@ -65,6 +68,7 @@ class DensePlan:
     cluster: int = 1
     blocks: int = 1
     span: int = 0
+    padded: bool = False
 
     @property
     def item(self) -> int:
@@ -180,6 +184,7 @@ def plan_dense(w: Gemm, config: Config, device: Device) -> DensePlan:
         raise InvalidConfig(f"block_m={block_m}: {sharers} warpgroups own one or two times 64 rows each")
     group, cluster = int(config["group"]), int(config["cluster"])
     pair = bool(config["pair"])
+    padded, w = whole_k(w) > w.k, replace(w, k=whole_k(w))
     plan = DensePlan(w, block_m, block_n, warpgroups, stages, group, split_k, promote, pair, pingpong, cluster)
     sums = plan.sums * (1 + (promote > 0) + pair)
     if sums > _SUMS[warpgroups]:
@@ -191,10 +196,16 @@ def plan_dense(w: Gemm, config: Config, device: Device) -> DensePlan:
     if split_k > 1 and (split_k - 1) * plan.unit_trips >= plan.trips:
         raise InvalidConfig(f"split_k={split_k}: k has {plan.trips} trips")
     blocks = cluster * min(plan.units, max(1, device.units // cluster))
-    plan = replace(plan, blocks=blocks, span=_span(plan, device))
+    plan = replace(plan, blocks=blocks, span=_span(plan, device), padded=padded)
     if plan.shared_bytes > device.shared_per_block:
         raise InvalidConfig(f"a block needs {plan.shared_bytes} bytes of shared memory, the device has {device.shared_per_block}")
     return plan
+
+
+def whole_k(w: Gemm) -> int:
+    """The least k not below the workload's with rows of whole 16 bytes."""
+    chunk = 16 // DTYPES[w.a_dtype].itemsize
+    return ceil(w.k / chunk) * chunk
 
 
 def _span(plan: DensePlan, device: Device) -> int:
@@ -215,8 +226,8 @@ def why_not(w: Gemm, device: Device) -> str | None:
         return f"b_dtype={w.b_dtype}: it multiplies dense matrices"
     if device.arch != "sm_90a":
         return f"{device.arch}: wgmma needs sm_90a"
-    if w.k * DTYPES[w.a_dtype].itemsize % 16:
-        return f"k={w.k}: rows of {w.k * DTYPES[w.a_dtype].itemsize} bytes, TMA needs a multiple of 16"
+    if w.a_dtype == "int8" and whole_k(w) > MAX_INT8_K:
+        return f"k={w.k}: rows of whole 16 bytes would have more than {MAX_INT8_K} elements"
     return None
 
 
@@ -235,12 +246,17 @@ def predicted_us(plan: DensePlan, device: Device) -> float:
     # A warpgroup alone leaves the tensor cores idle between its products, and while it adds up.
     product *= 1.0 if plan.warpgroups > 1 else 1.3
     product *= 1.0 + (0.06 if plan.pair else 0.12) / plan.promote if plan.promote else 1.0
-    # Narrow operands are read from shared memory again and again.
-    product /= min(1.0, plan.block_m * plan.block_n / (plan.block_m + plan.block_n) / 56)
-    trip = max(product, _fetched(plan) / _L2_BYTES_NS, _LATENCY_NS / plan.stages)
-    wave = (_LATENCY_NS + plan.unit_trips * trip) / 1e3 + (_CLUSTER_US if plan.cluster > 1 else 0.0)
+    # Narrow operands are read from shared memory again and again, and written to it more often.
+    intensity = plan.block_m * plan.block_n / (plan.block_m + plan.block_n)
+    product /= min(1.0, sqrt(sqrt(intensity / 85)), intensity / 56)
+    fetch = _fetched(plan) / _L2_BYTES_NS
+    trip = max(product, fetch, _LATENCY_NS / plan.stages) + _HEAT * fetch
+    wave = (_LATENCY_NS + plan.unit_trips * trip) / 1e3
+    if plan.cluster > 1:
+        wave += _CLUSTER_US * (3.0 if plan.promote else 1.0)
     memory = w.min_bytes / (device.bandwidth_gbs * 1e3)
     extra = 3.0 + 2 * plan.split_k * w.m * w.n * 4 / (device.bandwidth_gbs * 1e3) if plan.split_k > 1 else 0.0
+    extra += 2.0 + 2 * (w.m + w.n) * w.k * plan.item / (device.bandwidth_gbs * 1e3) if plan.padded else 0.0
     return max(ceil(plan.units / plan.workers) * wave, memory) + extra + 2.0
 
 

@@ -33,6 +33,8 @@ class GemmInt4Cuda(Schedule):
         assert isinstance(workload, Gemm)
         if not workload.is_dense or workload.a_dtype != "int4":
             return f"a_dtype={workload.a_dtype}, b_dtype={workload.b_dtype}: it multiplies int4 by int4"
+        if workload.n % 2:
+            return f"n={workload.n}: it stores two columns at a time, so an even n is needed"
         return _CONV.supports(as_conv2d(workload), device)
 
     def space(self, workload: Workload, device: Device) -> SearchSpace:

@@ -181,6 +181,16 @@ def test_fp8_nan_and_inf_propagate_and_padding_does_not_make_any() -> None:
     assert torch.isfinite(y[0, 0, 2:]).all()
 
 
+@emulated
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_one_tap_with_padding_reads_no_channel_of_the_next_pixel(name: str) -> None:
+    conv = Conv2d(1, 2, 3, 96, 16, 1, padding=1, in_dtype="float16")  # a chunk and a half
+    x, w = conv.make_inputs(0)
+    x[0, 1, 2] = float("nan")
+    y = emulate(name, conv, [x, w])
+    assert torch.isnan(y[0, 2, 3]).all() and torch.isnan(y).any(-1).sum() == 1
+
+
 def emulate(name: str, conv: Conv2d, inputs: list[torch.Tensor]) -> torch.Tensor:
     schedule = registry.schedule(name)
     lowered = lower(conv, schedule, schedule.default_config(conv, H200), H200)

@@ -13,9 +13,10 @@ import torch
 import kronsched
 from kronsched import Conv2d, Gemm, registry
 from kronsched.errors import ArgumentError
-from kronsched.hardware import PRESETS
+from kronsched.hardware import PRESETS, resolve_target
 from kronsched.hardware.device import Device
 from kronsched.runtime.build import build_artefact, lower_source
+from kronsched.runtime.module import TunedModule
 from kronsched.workloads.base import Workload
 from kronsched.workloads.int4 import pack_int4, unpack_int4
 from tests.emulator import build, run_schedule
@@ -63,15 +64,22 @@ def test_only_hopper_and_later_unpack() -> None:
         assert ("conv2d_unpack" in source) != native
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow), "sm_89", "sm_90a"])
 @pytest.mark.parametrize(
     "workload", [Conv2d(8, 14, 14, 256, 256, 3, padding=1, in_dtype="int4"), Gemm(64, 256, 256, "int4", "int4")]
 )
 def test_compiles_for(arch: str, workload: Workload, tmp_path: Path) -> None:
     device = _device(arch)
-    schedule = next(s for s in registry.schedules_for(workload, device) if "int4" in s.name)
+    schedule = next(s for s in registry.schedules_for(workload, device) if "cuda_int4" in s.name or "int4_cuda" in s.name)
     manifest = build_artefact(workload, schedule, schedule.default_config(workload, device), device, tmp_path / "x")
     assert manifest.registers and not manifest.spill_bytes
+
+
+def test_a_product_with_odd_columns_is_refused_with_the_reason_or_served() -> None:
+    workload, device = Gemm(5, 7, 24, "int4", "int4"), PRESETS["nvidia/a100"]
+    assert not registry.schedules_for(workload, device)
+    assert "gemm_int4_cuda: n=7: it stores two columns at a time" in registry.not_served(workload, device)
+    assert [s.name for s in registry.schedules_for(workload, PRESETS["nvidia/h200"])] == ["gemm_int4_wgmma"]
 
 
 @pytest.mark.cuda
@@ -87,8 +95,12 @@ def test_extremes_are_exact(out_dtype: str) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("name", ["gemm_int4_cuda", "gemm_int4_wgmma"])
 @pytest.mark.parametrize("m", [1, 100])
-def test_a_product_on_the_gpu(m: int) -> None:
-    workload = Gemm(m, 200, 130, "int4", "int4")
+def test_a_product_on_the_gpu(m: int, name: str, tmp_path: Path) -> None:
+    workload, device, schedule = Gemm(m, 200, 130, "int4", "int4"), resolve_target("cuda"), registry.schedule(name)
+    if (reason := schedule.supports(workload, device)) is not None:
+        pytest.skip(reason)
+    build_artefact(workload, schedule, schedule.default_config(workload, device), device, tmp_path / "x")
     inputs = workload.make_inputs(1, "cuda")
-    assert torch.equal(kronsched.load(workload, device="cuda")(*inputs).double(), workload.reference(*inputs))
+    assert torch.equal(TunedModule.from_artefact(tmp_path / "x")(*inputs).double(), workload.reference(*inputs))

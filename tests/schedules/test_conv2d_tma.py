@@ -125,7 +125,7 @@ def test_layers_of_few_channels_with_stride_1_have_a_default(c_in: int, dtype: s
         plan(conv, pair=True)
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(8, "int8"), (128, "float16")])
+@pytest.mark.parametrize(("n", "dtype"), [pytest.param(8, "int8", marks=pytest.mark.slow), (128, "float16")])
 def test_default_config_of_a_real_layer_has_no_spills(n: int, dtype: str, tmp_path: Path) -> None:
     conv = replace(LAYER, n=n, in_dtype=dtype, out_dtype=dtype, has_scale=None)
     manifest = build_artefact(conv, TMA, TMA.default_config(conv, H200), H200, tmp_path / "a")
@@ -144,9 +144,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("conv", "knobs", "order"),
     [
-        pytest.param(Conv2d(2, 8, 9, 64, 64, 3, padding=1), {"depth": 3, "stages": 2}, "random", id="depth"),
+        pytest.param(Conv2d(2, 8, 9, 64, 64, 3, padding=1), {"depth": 3, "stages": 2}, "random", marks=SLOW, id="depth"),
         pytest.param(Conv2d(2, 7, 7, 128, 128, 3, stride=2, padding=1), {"block_n": 128, "split": 4}, "random", id="split"),
-        pytest.param(FIRST, {"block_n": 128}, "random", id="folded"),
+        pytest.param(FIRST, {"block_n": 128}, "random", marks=SLOW, id="folded"),
         pytest.param(Conv2d(2, 6, 8, 64, 32, 3, padding=1, has_bias=True), {"pair": True}, "reverse", id="pairs"),
         pytest.param(Conv2d(1, 9, 10, 64, 32, (2, 5), (2, 1), (0, 2)), {"pair": True}, "random", marks=SLOW, id="long pairs"),
         pytest.param(replace(FIRST, in_dtype="float16", out_dtype="float16"), {}, "reverse", marks=SLOW, id="folded f16"),

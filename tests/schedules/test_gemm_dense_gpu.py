@@ -92,6 +92,18 @@ def test_clusters_are_right(w: Gemm, tmp_path: Path) -> None:
             assert max_relative_error(mod(*inputs), reference) <= BOUND[w.out_dtype], f"{config}"
 
 
+@pytest.mark.parametrize("w", [dense(300, 520, 1003, "float16"), dense(129, 67, 77, "int8"), dense(65, 72, 515, "float8_e4m3fn")])
+def test_rows_that_tma_cannot_read_are_copied_first(w: Gemm, tmp_path: Path) -> None:
+    """Call after call with other values: the launches overlap, and each call's copies must be its own."""
+    for seed in (None, 2):
+        mod = built(w, "gemm_dense_wgmma", tmp_path / str(seed), seed)
+        assert mod is not None
+        calls = [w.make_inputs(i, "cuda") for i in range(8)]
+        outs = [mod(*inputs) for _ in range(4) for inputs in calls]
+        for out, inputs in zip(outs, calls * 4, strict=True):
+            assert max_relative_error(out, w.reference(*inputs)) <= BOUND[w.out_dtype], f"{dict(mod.config)}"
+
+
 def test_tensors_at_many_addresses_and_in_views(tmp_path: Path) -> None:
     """A tensor map holds an address: each new one must be encoded anew, and none may be served another's."""
     w = dense(64, 128, 64, "float16")
