@@ -28,9 +28,10 @@ class DynamicW4A16:
     n, k, a_dtype, group_size, zero_point, act_order: as in `kronsched.Gemm`.  device: "auto", "cpu", "cuda" or "cuda:N".
 
     A number of rows that was tuned gets its kernel; others that of the next power of two (see `plan`), with the config of the
-    nearest tuned number of rows. From `threshold` rows on, weights are dequantised and multiplied with torch's library: where a
-    record says that this is faster (`compare_with_library` makes one). Kernels are built when they are first needed (`prepare`
-    builds ahead), and shared with `W4A16Linear` and all of this process. Thread-safe. Not differentiable: see `W4A16Linear`.
+    nearest tuned number of rows that fills as many tiles of 8. From `threshold` rows on, weights are dequantised and multiplied
+    with torch's library: where a record says that this is faster (`compare_with_library` makes one). Kernels are built when they
+    are first needed (`prepare` builds ahead), and shared with `W4A16Linear` and all of this process. Thread-safe. Not
+    differentiable: see `W4A16Linear`.
     Raises what `Gemm` raises, and UnsupportedError for a device that is not there.
     """
 

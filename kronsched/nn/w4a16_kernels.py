@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
-from math import log2
+from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from kronsched.workloads.gemm import Gemm
 
 PADDED_ROWS = {"cuda": 128, "cpu": 64}
 """Up to so many rows one padded call is made: for the H200 see 96 and 128 rows in tuning_logs/h200/w4a16_library.json."""
+TILE_ROWS = 8
+"""Rows of a tile of tensor cores. With a config for fewer tiles weights are read again; one for more multiplies padding."""
 _LARGEST_POWER = 24
 
 
@@ -145,7 +147,7 @@ class W4A16Kernels:
         return load(workload, device=self.device)
 
     def _usable(self, workload: Gemm) -> Iterator[TuningRecord]:
-        """Records whose config is valid: those of the same kind of weights first, then those of the nearest m (by ratio)."""
+        """Records that `_lends` and whose config is valid: the same kind of weights first, then the nearest m (by ratio)."""
         if workload.m in self._known:  # `load` finds it, and says that it was measured
             return
 
@@ -157,7 +159,7 @@ class W4A16Kernels:
         tried: set[tuple[int, str]] = set()
         for record in sorted(self._nearby, key=distance):
             key = (int(record.workload["m"]), record.space["name"])
-            if key in tried:
+            if key in tried or not _lends(record, workload):
                 continue
             tried.add(key)
             try:
@@ -168,6 +170,13 @@ class W4A16Kernels:
                 continue
             if schedule.space(workload, self._device).invalid(record.config) is None:
                 yield record
+
+
+def _lends(record: TuningRecord, workload: Gemm) -> bool:
+    """Whether a config may serve other weights or rows: as many tiles of rows; float zeros (more registers) in both or none."""
+    theirs = record.workload
+    floats = [zeros == "float" for zeros in (theirs.get("zero_point"), workload.zero_point)]
+    return ceil(theirs["m"] / TILE_ROWS) == ceil(workload.m / TILE_ROWS) and floats[0] == floats[1]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

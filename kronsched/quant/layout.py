@@ -90,13 +90,8 @@ def pack_words(q: torch.Tensor, layout: Layout) -> torch.Tensor:
     full[: q.shape[0], : q.shape[1]] = q
     # k: (tile, half, h, t, s, e, f); n: (tile, strip, c, g)
     split = full.view(-1, 2, 2, 4, 2, 2, 2, layout.n_packed // TILE_N, 4, 2, 8)
-    words = torch.zeros(
-        (layout.n_packed // TILE_N, layout.k_packed // TILE_K, 4, 2, 8, 4, 2, 2), dtype=torch.int32, device=q.device
-    )
-    for e, f, c in _nibbles():
-        nibble = split[:, :, :, :, :, e, f, :, :, c, :]  # (tile k, half, h, t, s, tile n, strip, g)
-        words |= nibble.permute(5, 0, 6, 1, 7, 3, 2, 4).to(torch.int32) << (4 * (2 * e + c) + 16 * f)
-    return words.view(layout.words)
+    pairs = split[..., 0, :] | split[..., 1, :] << 4  # a byte holds both c
+    return pairs.permute(7, 0, 8, 1, 9, 3, 2, 4, 6, 5).reshape(-1, 4).view(torch.int32).view(layout.words)
 
 
 def unpack_words(words: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -106,12 +101,11 @@ def unpack_words(words: torch.Tensor, layout: Layout) -> torch.Tensor:
     """
     import torch
 
-    tiles = words.shape[0]
-    split = words.view(tiles, layout.k_packed // TILE_K, 4, 2, 8, 4, 2, 2)
-    full = torch.empty((layout.k_packed // TILE_K, 2, 2, 4, 2, 2, 2, tiles, 4, 2, 8), dtype=torch.uint8, device=words.device)
-    for e, f, c in _nibbles():
-        nibble = (split >> (4 * (2 * e + c) + 16 * f)) & 15
-        full[:, :, :, :, :, e, f, :, :, c, :] = nibble.permute(1, 3, 6, 5, 7, 0, 2, 4).to(torch.uint8)
+    tiles, chunks = words.shape[0], layout.k_packed // TILE_K
+    pairs = words.contiguous().view(torch.uint8).view(tiles, chunks, 4, 2, 8, 4, 2, 2, 2, 2).permute(1, 3, 6, 5, 7, 9, 8, 0, 2, 4)
+    full = torch.empty((chunks, 2, 2, 4, 2, 2, 2, tiles, 4, 2, 8), dtype=torch.uint8, device=words.device)
+    torch.bitwise_and(pairs, 15, out=full[..., 0, :])
+    torch.bitwise_right_shift(pairs, 4, out=full[..., 1, :])
     return full.view(layout.k_packed, tiles * TILE_N)
 
 
@@ -135,7 +129,3 @@ def row_groups(layout: Layout, device: torch.device | str = "cpu") -> torch.Tens
 
     rows = torch.arange(layout.k_packed, device=device) // layout.rows_per_group
     return rows.clamp_(max=layout.groups - 1)
-
-
-def _nibbles() -> list[tuple[int, int, int]]:
-    return [(e, f, c) for e in (0, 1) for f in (0, 1) for c in (0, 1)]

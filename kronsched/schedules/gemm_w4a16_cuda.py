@@ -118,18 +118,40 @@ def _blocks(w: Gemm, strips: int, mtile: int) -> int:
 
 
 def _winners(w: Gemm, device: Device, mtile: int) -> Iterator[dict[str, Any]]:
-    """Up to 8 rows of x: what was fastest, or within 3% of it, at the sizes of the bench on an H200: about 16 warps an SM."""
-    if mtile > 1:
-        return
+    """What was fastest, or within 3% of it, at the sizes of the bench on an H200. Up to 8 rows of x: about 16 warps an SM."""
     share = _blocks(w, 4, mtile) / device.units  # of blocks of 64 columns, for each multiprocessor
-    if share >= 2.5:
+    if mtile == 1:
+        yield from _winners_of_one_tile(share, w.zero_point)
+    if mtile == 2:
+        yield from _winners_of_two_tiles(share, w.zero_point, long=w.layout.k_packed > 2 * w.layout.n_packed)
+
+
+def _winners_of_one_tile(share: float, zeros: str) -> Iterator[dict[str, Any]]:
+    if share >= 2.5 and zeros == "float":
         yield {"strips": 4, "warps_k": 4, "stages": 3, "batch": 4}
+    elif share >= 2.5:
+        yield {"strips": 2, "warps_k": 4, "stages": 3}
+    elif share >= 1.8 and zeros == "symmetric":
+        yield {"strips": 4, "warps_k": 8, "unroll": 2}
     elif share >= 1.3:
         yield {"strips": 4, "warps_k": 8, "stages": 2, "batch": 2}
     elif share >= 0.7:
         yield {"strips": 2, "warps_n": 2, "warps_k": 8, "x_load": "ahead", "batch": 2}
+    elif share >= 0.35 and zeros == "float":
+        yield {"strips": 1, "warps_k": 16, "x_load": "segment"}
     elif share >= 0.35:
         yield {"strips": 2, "warps_k": 16, "batch": 2}
+
+
+def _winners_of_two_tiles(share: float, zeros: str, long: bool) -> Iterator[dict[str, Any]]:
+    if 0.7 <= share < 1.3 and zeros == "float":
+        yield {"strips": 2, "warps_n": 2, "warps_k": 8, "x_load": "segment", "batch": 2}
+    elif 0.7 <= share < 1.3:
+        yield {"strips": 4, "warps_k": 8, "x_load": "ahead"}
+    elif 0.35 <= share < 0.7 and long:
+        yield {"strips": 2, "warps_n": 2, "warps_k": 8, "x_load": "segment", "batch": 2, "split_k": 2}
+    elif 0.35 <= share < 0.7:
+        yield {"strips": 1, "warps_n": 2, "warps_k": 8, "x_load": "segment"}
 
 
 def _narrow_enough(w: Gemm, device: Device, mtile: int, values: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:

@@ -74,10 +74,10 @@ def gather_kernel(p: W4Tiles) -> Any:
             at: T.let = cta * THREADS + tx
             source = T.alloc_local([1], "int32")
             value = T.alloc_local([1], "uint16")
+            T.ptx["ld.global.b32"](source[0], perm.ptr_to([at % K]))  # a constant: read before the wait, like weights
             if waits:
                 wait()
             if at < m * K:
-                T.ptx["ld.global.b32"](source[0], perm.ptr_to([at % K]))
                 element(x, xs, at, source[0], source[0] >= 0, value)
 
     else:

@@ -25,10 +25,15 @@ MMA = {
 ONES = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}
 
 
-def dequantiser(dtype: str, asymmetric: bool) -> Any:
+RAW_ZERO = {"float16": 8.0, "bfloat16": -128.0}
+"""The zero of a `raw` dequantiser, whose values are q - zero: 128 + q as they come in bfloat16, q - 8 in float16."""
+
+
+def dequantiser(dtype: str, asymmetric: bool, raw: bool = False) -> Any:
     """An inline (a, at, word, shifted, offsets, o): the A registers a[at … at + 3] of the nibbles of `word`.
 
     offsets[o], offsets[o + 1]: what `zero_offsets` made, used when `asymmetric`; else the zero is 8.  shifted: scratch.
+    raw: with the zero `RAW_ZERO` instead, which spares bfloat16 the subtraction.
     """
     if dtype == "float16":
 
@@ -56,7 +61,7 @@ def dequantiser(dtype: str, asymmetric: bool) -> Any:
                 T.ptx.lop3.b32(a[at + r], shifted[0], T.uint32(0x000F000F), T.uint32(0x43004300), 0xEA)
                 if asymmetric:
                     T.ptx["fma.rn.bf16x2"](a[at + r], a[at + r], T.uint32(0x3F803F80), offsets[o + r % 2])
-                else:
+                elif not raw:
                     T.ptx["fma.rn.bf16x2"](a[at + r], a[at + r], T.uint32(0x3F803F80), T.uint32(0xC308C308))
 
     return dequantise

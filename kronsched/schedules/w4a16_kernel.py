@@ -22,47 +22,16 @@ from tvm.script import tirx as T
 from kronsched.quant.layout import TILE_K
 from kronsched.schedules.w4a16_around import renamed, wait
 from kronsched.schedules.w4a16_epilogue import epilogue
-from kronsched.schedules.w4a16_fragments import MMA, ONES, dequantiser, half_to_float, zero_offsets
-from kronsched.schedules.w4a16_plan import W4Plan, W4Tiles
+from kronsched.schedules.w4a16_fragments import MMA, ONES, RAW_ZERO, dequantiser, half_to_float, zero_offsets
+from kronsched.schedules.w4a16_indices import Indices
+from kronsched.schedules.w4a16_plan import W4Plan
 
 LOAD_W = "ld.global.L1::no_allocate.v4.b32"
 LOAD_X = "ld.global.v4.b32"
 COPY_W = "cp.async.cg.shared.global"
 LOAD_COLUMNS = {1: "ld.global.b32", 2: "ld.global.v2.b32", 4: "ld.global.v4.b32"}
+LOAD_ZEROS = {1: "ld.global.v2.f32", 2: "ld.global.v4.f32"}
 """Not the non-coherent loads (.nc): a kernel that overlaps with the one before it may be running while its inputs are written."""
-
-
-class Indices:
-    """Index expressions of a kernel, clamped only where the shape makes it necessary: what they read there meets zeros of x."""
-
-    def __init__(self, p: W4Tiles) -> None:
-        """Take the sizes from a plan."""
-        layout = p.workload.layout
-        self.p, self.groups, self.rows_per_group = p, layout.groups, layout.rows_per_group
-        self.last_tile = layout.words[0] - 1
-        self.clamp_n = p.grid[0] * p.columns > layout.n_packed
-        self.clamp_k = p.trips * p.warps_k * p.split_k != p.chunks
-        self.clamp_groups = self.clamp_k or layout.k_packed > layout.groups * layout.rows_per_group
-
-    def tile(self, strip: Any) -> Any:
-        """The 64-column tile of a strip."""
-        return T.min(strip // 4, self.last_tile) if self.clamp_n else strip // 4
-
-    def slot(self, it: Any, by: Any, wk: Any) -> Any:
-        """The chunk a warp works on in trip `it`; it may lie beyond the end."""
-        return (by * self.p.trips + it) * self.p.warps_k + wk
-
-    def chunk(self, it: Any, by: Any, wk: Any) -> Any:
-        """The chunk whose weights are read in trip `it`."""
-        slot = self.slot(it, by, wk)
-        return T.min(slot, self.p.chunks - 1) if self.clamp_k else slot
-
-    def group(self, it: Any, by: Any, wk: Any, part: Any) -> Any:
-        """The group of a part (of `span` rows) of a chunk."""
-        if self.groups == 1:
-            return 0
-        index = (self.chunk(it, by, wk) * TILE_K + part * self.p.span) // self.rows_per_group
-        return T.min(index, self.groups - 1) if self.clamp_groups else index
 
 
 def main_kernel(p: W4Plan) -> Any:
@@ -84,11 +53,19 @@ def main_kernel(p: W4Plan) -> Any:
     X_REGS = MT * (8 if segment else 16)
     COLUMN_REGS = STRIPS * PARTS
     y_dtype, z_dtype = ("float32" if GRID_K > 1 else dtype), ("float32" if zeros == 2 else dtype)
-    dequantise, offsets_of, to_float = dequantiser(dtype, folded), zero_offsets(dtype), half_to_float(dtype)
+    dequantise, offsets_of, to_float = dequantiser(dtype, folded, raw=by_sum), zero_offsets(dtype), half_to_float(dtype)
     mma, ones = MMA[dtype], ONES[dtype]
     finish = epilogue(p)
     bounds = {"tirx.launch_bounds_min_blocks_per_sm": p.per_sm} if p.per_sm else {}
     waits, early = p.start != "serial", p.start == "early"
+
+    def zero_of(zf: Any, zr: Any, column: Any, high: Any) -> Any:
+        """The zero of a column as float32."""
+        return zf[column * 2 + high] if zeros == 2 else to_float(zr[column], high)
+
+    def sums_at(group: Any) -> Any:
+        """Where the sums of x of a group are kept."""
+        return group * (MT * 4) if p.kept_sums == PARTS else 0
 
     @T.inline
     def kernel(x, w, s, z, y):
@@ -117,7 +94,7 @@ def main_kernel(p: W4Plan) -> Any:
         zr_next = T.alloc_local([COLUMN_REGS if zeros == 1 else 1], "uint32")
         zf = T.alloc_local([2 * COLUMN_REGS if zeros == 2 else 1], "float32")
         zf_next = T.alloc_local([2 * COLUMN_REGS if zeros == 2 else 1], "float32")
-        x_sum = T.alloc_local([MT * 4 if by_sum else 1], "float32")
+        x_sum = T.alloc_local([p.kept_sums * MT * 4 if by_sum else 1], "float32")
         offsets = T.alloc_local([2 * BATCH], "uint32")
         words = T.alloc_local([2 * BATCH if ring else 8 * STRIPS], "uint32")
         a = T.alloc_local([4 * BATCH], "uint32")
@@ -146,27 +123,41 @@ def main_kernel(p: W4Plan) -> Any:
                     )
 
         @T.inline
-        def load_x(into, first, it, i, seg):
-            """Row tile `i` of x: the 8 values of k from 32 seg + 8 t of the chunk on; zeros beyond the end of k."""
+        def load_x(into, first, it, i, seg, whole):
+            """Of row tile `i` of x the 8 values from 32 seg + 8 t of the chunk on; zeros beyond the end of k if not `whole`."""
             k: T.let = at.slot(it, by, wk) * TILE_K + seg * 32 + t * 8
             T.ptx[LOAD_X](
                 *[into[first + q] for q in range(4)],
-                x.ptr_to([T.min(bm * (8 * MT) + i * 8 + g, m - 1), T.min(k, K - 8) if ragged else k]),
+                x.ptr_to([T.min(bm * (8 * MT) + i * 8 + g, m - 1), k if whole else T.min(k, K - 8)]),
             )
-            if ragged:
+            if not whole:
                 for q in T.unroll(4):
                     into[first + q] = T.Select(k < K, into[first + q], T.uint32(0))
 
         @T.inline
-        def load_x_chunk(into, it):
+        def load_x_segments(into, first, step, it, start, count, whole):
             for i in T.unroll(MT):
-                for seg in T.unroll(4):
-                    load_x(into, i * 16 + seg * 4, it, i, seg)
+                for seg in T.unroll(count):
+                    load_x(into, first + i * step + seg * 4, it, i, start + seg, whole)
+
+        @T.inline
+        def load_x_checked(into, first, step, it, start, count):
+            """Segments of x. Looking first whether the chunk is whole was a gain with x a chunk ahead, a loss elsewhere."""
+            if ragged and ahead and MT == 1:
+                if (at.slot(it, by, wk) + 1) * TILE_K <= K:
+                    load_x_segments(into, first, step, it, start, count, True)
+                else:
+                    load_x_segments(into, first, step, it, start, count, False)
+            else:
+                load_x_segments(into, first, step, it, start, count, not ragged)
+
+        @T.inline
+        def load_x_chunk(into, it):
+            load_x_checked(into, 0, 16, it, 0, 4)
 
         @T.inline
         def load_x_segment(it, seg):
-            for i in T.unroll(MT):
-                load_x(xr, seg % 2 * X_STEP + i * 4, it, i, seg)
+            load_x_checked(xr, seg % 2 * X_STEP, 4, it, seg, 1)
 
         @T.inline
         def load_columns(it):
@@ -184,9 +175,10 @@ def main_kernel(p: W4Plan) -> Any:
                             *[zr_next[reg + q] for q in range(WIDE)], z.ptr_to([*row, g * 8 + first % 4 * 2])
                         )
                     if zeros == 2:
-                        for i in T.unroll(WIDE):
-                            T.ptx["ld.global.v2.f32"](
-                                zf_next[(reg + i) * 2], zf_next[(reg + i) * 2 + 1], z.ptr_to([*row, g * 8 + (first + i) % 4 * 2])
+                        for i in T.unroll(-(-WIDE // 2)):
+                            T.ptx[LOAD_ZEROS[min(WIDE, 2)]](
+                                *[zf_next[(reg + i * 2) * 2 + q] for q in range(2 * min(WIDE, 2))],
+                                z.ptr_to([*row, g * 8 + (first + i * 2) % 4 * 2]),
                             )
 
         @T.inline
@@ -202,7 +194,7 @@ def main_kernel(p: W4Plan) -> Any:
 
         @T.inline
         def scale_part(batch, group):
-            """Add scale · (part - (zero - 8) · Σ x) of one batch and one group to acc."""
+            """Add scale · (part - zero · Σ x) of one batch and one group to acc; what part has as zero already is left out."""
             for b in T.unroll(BATCH):
                 for i in T.unroll(MT):
                     for q in T.unroll(4):
@@ -211,19 +203,20 @@ def main_kernel(p: W4Plan) -> Any:
                         value = T.meta_var(part[(b * MT + i) * 4 + q])
                         scale = T.meta_var(to_float(scales[column], q // 2))
                         if by_sum:
-                            zero = T.meta_var(zf[column * 2 + q // 2] if zeros == 2 else to_float(zr[column], q // 2))
-                            acc[to] = acc[to] + (value - (zero - T.float32(8)) * x_sum[i * 4 + q]) * scale
+                            zero = T.meta_var(zero_of(zf, zr, column, q // 2) - T.float32(RAW_ZERO[dtype]))
+                            acc[to] = acc[to] + (value - zero * x_sum[sums_at(group) + i * 4 + q]) * scale
                         else:
                             acc[to] = acc[to] + value * scale
 
         @T.inline
         def multiply(it, batch, group):
-            """One batch of strips over the rows of one group in the chunk, into part; and Σ x into x_sum."""
+            """One batch of strips over the rows of one group in the chunk, into part; and Σ x into x_sum, once if it is kept."""
             for i in T.unroll(BATCH * MT * 4):
                 part[i] = T.float32(0)
             if by_sum:
-                for i in T.unroll(MT * 4):
-                    x_sum[i] = T.float32(0)
+                if batch == 0 or p.kept_sums < PARTS:
+                    for i in T.unroll(MT * 4):
+                        x_sum[sums_at(group) + i] = T.float32(0)
             if folded:
                 for b in T.unroll(BATCH):
                     offsets_of(offsets, b * 2, zr[group * STRIPS + batch * BATCH + b])
@@ -250,8 +243,9 @@ def main_kernel(p: W4Plan) -> Any:
                             tile = T.meta_var([part[(b * MT + i) * 4 + q] for q in range(4)])
                             T.ptx[mma](*tile, *[a[b * 4 + q] for q in range(4)], xr[x0], xr[x0 + 1], *tile)
                         if by_sum:
-                            tile = T.meta_var([x_sum[i * 4 + q] for q in range(4)])
-                            T.ptx[mma](*tile, *[T.uint32(ones) for _ in range(4)], xr[x0], xr[x0 + 1], *tile)
+                            tile = T.meta_var([x_sum[sums_at(group) + i * 4 + q] for q in range(4)])
+                            if batch == 0 or p.kept_sums < PARTS:
+                                T.ptx[mma](*tile, *[T.uint32(ones) for _ in range(4)], xr[x0], xr[x0 + 1], *tile)
 
         if waits and not early:
             wait()

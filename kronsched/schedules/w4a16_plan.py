@@ -26,6 +26,7 @@ MAX_WASTE = 0.25
 """Largest share of a block's trips along k that may fall beyond its end."""
 _FIXED_REGISTERS = 40
 _SMALL_REDUCTION = 32 * 1024
+_MOST_KEPT = 4
 
 
 class W4Tiles:
@@ -155,13 +156,19 @@ class W4Plan(W4Tiles):
         return max(self.ring_words, self.slots * self.rows * self.pitch)
 
     @property
+    def kept_sums(self) -> int:
+        """Groups of a chunk whose sums of x are kept for all batches of strips; all, or one: made anew for each batch."""
+        parts = TILE_K // self.span
+        return parts if parts * self.mtile <= _MOST_KEPT else 1
+
+    @property
     def registers(self) -> int:
         """A rough count of live registers a thread."""
         x = {"segment": 8, "late": 16, "ahead": 32}[self.x_load] * self.mtile
         columns = 2 * self.strips * (TILE_K // self.span)
         kind = self.workload.zero_point
         per_column = 1 if kind == "symmetric" else 3 if kind == "float" else 2
-        sums = 4 * self.mtile if self.zeros == "sum" else 0
+        sums = 4 * self.mtile * self.kept_sums if self.zeros == "sum" else 0
         weights = 8 * self.strips if self.stages == 0 else 4 * self.batch
         tiles = (self.strips + self.batch) * self.mtile * 4
         return _FIXED_REGISTERS + x + columns * per_column + sums + weights + tiles + 4 * self.batch
@@ -183,9 +190,13 @@ def plan_w4(w: Gemm, config: Config, device: Device) -> W4Plan:
 def _blocks_per_sm(p: W4Plan, device: Device) -> int:
     """Blocks that an SM should hold at once: as many as there are for it, if their registers suffice."""
     blocks = p.grid[0] * p.grid[1] * p.grid[2]
-    expected = max(32, 1.17 * p.registers - 32)  # what ptxas can do with, a tenth less than it takes when nothing limits it
-    fit = int(device.registers_per_sm // (expected * p.threads))
+    fit = int(device.registers_per_sm // (_enough_registers(p) * p.threads))
     return max(1, min(-(-blocks // device.units), fit, device.max_threads_per_sm // p.threads))
+
+
+def _enough_registers(p: W4Plan) -> float:
+    """Registers a thread that ptxas can do with: a tenth less than it takes when nothing limits it."""
+    return max(32, 1.17 * p.registers - 32)
 
 
 def _limits(p: W4Plan, device: Device) -> str | None:
@@ -193,7 +204,7 @@ def _limits(p: W4Plan, device: Device) -> str | None:
         return f"warps_n={p.warps_n} × warps_k={p.warps_k} makes {p.threads} threads, 512 at most"
     if p.shared_words * 4 > device.shared_per_block:
         return f"{p.shared_words * 4} bytes of shared memory, {device.name} has {device.shared_per_block} a block"
-    if p.registers > 255 or p.registers * p.threads > device.registers_per_sm:
+    if p.registers > 255 or _enough_registers(p) * p.threads > device.registers_per_sm:
         return f"about {p.registers} registers for each of {p.threads} threads: too many"
     slots = p.trips * p.warps_k * p.split_k
     if slots > 1 and slots - p.chunks > MAX_WASTE * slots:

@@ -39,7 +39,7 @@ def prepare_kernel(p: WgmmaPlan) -> Any:
         row: T.let = at // SEGMENTS
         segment: T.let = at % SEGMENTS
         words = T.alloc_local([16], "uint32")
-        source = T.alloc_local([1], "int32")
+        source = T.alloc_local([1 if whole_words else 32], "int32")
         halves = T.alloc_local([2], "uint16")
         total = T.alloc_local([1], "float32")
         other = T.alloc_local([1], "float32")
@@ -53,17 +53,27 @@ def prepare_kernel(p: WgmmaPlan) -> Any:
                     T.ptx["ld.global.v4.b32"](*[words[t * 4 + j] for j in range(4)], x.ptr_to([row, segment * 32 + t * 8]))
 
         @T.inline
+        def find_sources():
+            """The columns of x that the values come from; perm is constant, so it is read before the wait."""
+            for j in T.unroll(8):
+                if w.act_order:
+                    T.ptx["ld.global.v4.b32"](*[source[j * 4 + q] for q in range(4)], perm.ptr_to([segment * 32 + j * 4]))
+                else:
+                    for q in T.unroll(4):
+                        source[j * 4 + q] = segment * 32 + j * 4 + q
+
+        @T.inline
         def read_values():
             for j in T.unroll(16):
                 for f in T.unroll(2):
+                    at_k = T.meta_var(source[j * 2 + f])
                     halves[f] = T.uint16(0)
-                    source[0] = segment * 32 + j * 2 + f
-                    if w.act_order:
-                        T.ptx["ld.global.b32"](source[0], perm.ptr_to([segment * 32 + j * 2 + f]))
-                    if source[0] >= 0 and source[0] < k:
-                        T.ptx["ld.global.b16"](halves[f], x.ptr_to([row, source[0]]))
+                    if at_k >= 0 and at_k < k:
+                        T.ptx["ld.global.b16"](halves[f], x.ptr_to([row, at_k]))
                 words[j] = T.Cast("uint32", halves[0]) | (T.Cast("uint32", halves[1]) << T.uint32(16))
 
+        if not whole_words:
+            find_sources()
         if waits:
             wait()
         if at < count:

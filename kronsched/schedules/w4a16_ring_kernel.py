@@ -24,12 +24,11 @@ from tvm.script import tirx as T
 from kronsched.quant.layout import TILE_K
 from kronsched.schedules.w4a16_around import wait
 from kronsched.schedules.w4a16_epilogue import epilogue
-from kronsched.schedules.w4a16_kernel import Indices
+from kronsched.schedules.w4a16_indices import Indices
 from kronsched.schedules.w4a16_wgmma_plan import COLUMN_WORDS, W_TILE, WgmmaPlan
-from kronsched.schedules.w4a16_wgmma_product import LINE, main_function, product, ring_of
+from kronsched.schedules.w4a16_wgmma_product import LINE, carried_words, main_function, product, ring_of, where_whole, x_copier
 
 BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-COPY_4 = "cp.async.ca.shared.global"
 
 
 def ring_kernel(p: WgmmaPlan) -> Any:
@@ -46,10 +45,10 @@ def ring_kernel(p: WgmmaPlan) -> Any:
     PIECES, JOINED = (1, PARTS) if joined else (PARTS, 1)
     BYTES = 4 * (p.stage_words if p.prepared else p.stage_words - p.x_words)
     waits, early = p.start != "serial", p.start == "early"
-    m, alone = w.m, p.prepared
+    alone = p.prepared
     FETCHERS = 128 // GK  # producers of a ring
     ARRIVALS = 1 if alone else 1 + FETCHERS
-    finish, multiply = epilogue(p), product(p)
+    finish, multiply, copy_two, when_whole = epilogue(p), product(p), x_copier(p), where_whole(p)
     moves_registers = p.registers > p.launched
 
     @T.inline
@@ -75,7 +74,7 @@ def ring_kernel(p: WgmmaPlan) -> Any:
         empty: T.let = p.barrier_word + (GK + wk) * (2 * D)
         acc = T.alloc_local([SUMS], "float32")
         part = T.alloc_local([SUMS], "float32")
-        carry = T.alloc_local([1], "uint32")  # scales of the unit whose products are still to be added
+        carry = T.alloc_local([carried_words(p)], "uint32")
 
         # -- producers ------------------------------------------------------------------------------
 
@@ -130,16 +129,16 @@ def ring_kernel(p: WgmmaPlan) -> Any:
             word: T.let = tx % LINE
             to: T.let = ring + it % D * STAGE + word % 16 // 4
             piece: T.let = word // 16 * 4 + word % 4
-            for e in T.unroll(X_WORDS // FETCHERS):
-                line = T.meta_var(e * (FETCHERS // LINE) + tx % FETCHERS // LINE)  # half a row of the chunk
-                row, half = T.meta_var(line // 2), T.meta_var(line % 2)
-                into = T.meta_var(smem.ptr_to([to + (half * ROWS + row) * LINE + (piece ^ (row % 8)) * 4]))
-                source = T.meta_var(x.ptr_to([bm * ROWS + row, at.slot(it, by, wk) * TILE_K + (half * LINE + word) * 2]))
-                if m % ROWS == 0:
-                    T.ptx[COPY_4](into, source, 4)
-                else:
-                    if bm * ROWS + row < m:
-                        T.ptx[COPY_4](into, source, 4)
+
+            @T.inline
+            def copy_rows(whole):
+                for e in T.unroll(X_WORDS // FETCHERS):
+                    line = T.meta_var(e * (FETCHERS // LINE) + tx % FETCHERS // LINE)  # half a row of the chunk
+                    row, half = T.meta_var(line // 2), T.meta_var(line % 2)
+                    into = T.meta_var(smem.ptr_to([to + (half * ROWS + row) * LINE + (piece ^ (row % 8)) * 4]))
+                    copy_two(into, x, bm * ROWS + row, at.slot(it, by, wk) * TILE_K + (half * LINE + word) * 2, whole)
+
+            when_whole(at.slot(it, by, wk), copy_rows)
             T.ptx["cp.async.mbarrier.arrive.noinc.shared.b64"](smem.ptr_to([full + it % D * 2]))
 
         @T.inline

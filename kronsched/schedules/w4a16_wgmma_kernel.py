@@ -20,26 +20,24 @@ from tvm.script import tirx as T
 from kronsched.quant.layout import TILE_K
 from kronsched.schedules.w4a16_around import wait
 from kronsched.schedules.w4a16_epilogue import epilogue
-from kronsched.schedules.w4a16_kernel import Indices
+from kronsched.schedules.w4a16_indices import Indices
 from kronsched.schedules.w4a16_wgmma_plan import COLUMN_WORDS, W_TILE, WgmmaPlan
-from kronsched.schedules.w4a16_wgmma_product import LINE, main_function, product, ring_of
+from kronsched.schedules.w4a16_wgmma_product import COPY_4, LINE, main_function, product, ring_of, where_whole, x_copier
 
 COPY_16 = "cp.async.cg.shared.global"
-COPY_4 = "cp.async.ca.shared.global"
 
 
 def main_kernel(p: WgmmaPlan) -> Any:
     """The PrimFunc over x, w, s, [z] and y (or p): see the module."""
     w, at = p.workload, Indices(p)
-    m = w.m
     TILES, GK, ROWS, D, TRIPS = p.tiles, p.groups_k, p.rows, p.stages, p.trips
     GRID_N, GRID_K, GRID_M = p.grid
     SHARERS, PARTS, STAGE = p.sharers, TILE_K // p.span, p.stage_bytes // 4
     SUMS = TILES * ROWS // 2  # a thread
     W_AT, S_AT, Z_AT = p.w_at, p.s_at, p.z_at
     zeros = w.zero_point == "asymmetric"
-    waits, early, whole_m = p.start != "serial", p.start == "early", m % ROWS == 0
-    finish, multiply = epilogue(p), product(p)
+    waits, early = p.start != "serial", p.start == "early"
+    finish, multiply, copy_two, when_whole = epilogue(p), product(p), x_copier(p), where_whole(p)
 
     @T.inline
     def kernel(x, w, s, z, x_sums, y):
@@ -92,15 +90,15 @@ def main_kernel(p: WgmmaPlan) -> Any:
             word: T.let = tg % (2 * LINE)
             to: T.let = ring + it % D * STAGE + word // LINE * (ROWS * LINE) + word % 16 // 4
             piece: T.let = word % LINE // 16 * 4 + word % 4
-            for e in T.unroll(p.x_words // SHARERS):
-                row = T.meta_var(e * (SHARERS // (2 * LINE)) + tg // (2 * LINE))
-                into = T.meta_var(smem.ptr_to([to + row * LINE + (piece ^ (row % 8)) * 4]))
-                source = T.meta_var(x.ptr_to([bm * ROWS + row, at.slot(it, by, wk) * TILE_K + word * 2]))
-                if whole_m:
-                    T.ptx[COPY_4](into, source, 4)
-                else:
-                    if bm * ROWS + row < m:
-                        T.ptx[COPY_4](into, source, 4)
+
+            @T.inline
+            def copy_rows(whole):
+                for e in T.unroll(p.x_words // SHARERS):
+                    row = T.meta_var(e * (SHARERS // (2 * LINE)) + tg // (2 * LINE))
+                    into = T.meta_var(smem.ptr_to([to + row * LINE + (piece ^ (row % 8)) * 4]))
+                    copy_two(into, x, bm * ROWS + row, at.slot(it, by, wk) * TILE_K + word * 2, whole)
+
+            when_whole(at.slot(it, by, wk), copy_rows)
 
         if waits and not early:
             wait()

@@ -161,7 +161,7 @@ class WgmmaPlan(W4Tiles):
     @property
     def pipelined(self) -> bool:
         """Whether two tiles take turns, so that a warpgroup's products never wait for its other work."""
-        return self.producers > 0 and self.tiles == 2 and self.workload.zero_point != "float"
+        return self.producers > 0 and self.tiles == 2
 
     @property
     def batch(self) -> int:
@@ -175,7 +175,7 @@ class WgmmaPlan(W4Tiles):
 
     def _registers(self, batch: int) -> int:
         sums = self.tiles * self.rows
-        per_column = {"symmetric": 1, "asymmetric": 3, "float": 5}[self.workload.zero_point]
+        per_column = {"symmetric": 1, "asymmetric": 2, "float": 5}[self.workload.zero_point]
         columns = self.tiles * (TILE_K // self.span) * per_column
         if self.workload.zero_point == "float":
             sums += self.rows // 4
@@ -195,8 +195,8 @@ class WgmmaPlan(W4Tiles):
 
 
 def must_prepare(w: Gemm) -> bool:
-    """Whether a first kernel is needed: x has to be gathered, padded, or summed up by group."""
-    return w.act_order or w.k % TILE_K != 0 or w.zero_point == "float"
+    """Whether a first kernel is needed: x has to be gathered, has rows that do not start on 4 bytes, or is summed up by group."""
+    return w.act_order or w.k % 2 != 0 or w.zero_point == "float"
 
 
 def plan_wgmma(w: Gemm, config: Config, device: Device) -> WgmmaPlan:

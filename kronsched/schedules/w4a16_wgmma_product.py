@@ -17,6 +17,7 @@ from kronsched.schedules.w4a16_around import renamed
 from kronsched.schedules.w4a16_fragments import dequantiser, half_to_float, zero_offsets
 from kronsched.schedules.w4a16_wgmma_plan import COLUMN_WORDS, W_TILE, WgmmaPlan
 
+COPY_4 = "cp.async.ca.shared.global"
 LINE = 32
 """Words of a line of x in shared memory."""
 DESCRIPTOR_LOW = 1 << 16
@@ -27,7 +28,7 @@ DESCRIPTOR_HIGH = (1 << 62 | 1024 // 16 << 32) >> 32
 def product(p: WgmmaPlan) -> Any:
     """An inline (sums, smem, x_sums, stage, slot, bm, tg, it, release, first, last) that adds the products of one chunk.
 
-    sums: registers (sums, products of the group at work, scales of the unit to be added next).  stage: word where the stage
+    sums: registers (sums, products of the group at work, what `carried_words` counts).  stage: word where the stage
     begins.  slot: the chunk of k.  tg: the thread among those that share x.  release: an inline (it), for when the stage of trip
     `it` has been read; None: nobody waits for that.
 
@@ -50,11 +51,16 @@ def product(p: WgmmaPlan) -> Any:
     releases = p.producers > 0
 
     @T.inline
-    def scale_unit(acc, part, i, word):
-        """Add scale · part of a tile to acc; word: the scales of its columns."""
+    def scale_unit(acc, part, i, word, z, row_sums):
+        """Add scale · part of a tile to acc, or scale · (part - (zero - 8) · Σ x). word, z: scales and zeros of its columns."""
         for q in T.unroll(SUMS):
             at = T.meta_var(i * SUMS + q)
-            acc[at] = acc[at] + part[at] * to_float(word, q % 4 // 2)
+            scale = T.meta_var(to_float(word, q % 4 // 2))
+            if floats:
+                zero = T.meta_var(T.Select(q % 4 // 2 == 0, z[0], z[1]) - T.float32(8))
+                acc[at] = acc[at] + (part[at] - zero * row_sums[q // 4 * 2 + q % 2]) * scale
+            else:
+                acc[at] = acc[at] + part[at] * scale
 
     @T.inline
     def multiply(sums, smem, x_sums, stage, slot, bm, tg, it, release, first=True, last=True):
@@ -124,16 +130,19 @@ def product(p: WgmmaPlan) -> Any:
                 T.ptx["ld.global.v2.f32"](row_sums[2 * j], row_sums[2 * j + 1], x_sums.ptr_to(source))
 
         @T.inline
-        def scale_part(i, group):
-            """Add scale · (part - (zero - 8) · Σ x) of a tile and a group to acc."""
-            for q in T.unroll(SUMS):
-                to, column = T.meta_var(i * SUMS + q), T.meta_var(group * TILES + i)
-                scale = T.meta_var(to_float(scales[column], q % 4 // 2))
-                if floats:
-                    zero = T.meta_var(zf[column * 2 + q % 4 // 2] - T.float32(8))
-                    acc[to] = acc[to] + (part[to] - zero * row_sums[q // 4 * 2 + q % 2]) * scale
-                else:
-                    acc[to] = acc[to] + part[to] * scale
+        def scale_nth(unit):
+            """Add the products of a unit, a tile and group, to acc."""
+            z = T.meta_var([zf[2 * unit + c] if floats else 0 for c in range(2)])
+            scale_unit(acc, part, unit % TILES, scales[unit], z, row_sums)
+
+        @T.inline
+        def scale_carried():
+            """Add the products of the last unit of the chunk before."""
+            if floats:
+                for j in T.unroll(SUMS // 2):
+                    row_sums[j] = T.reinterpret("float32", carry[3 + j])
+            z = T.meta_var([T.reinterpret("float32", carry[1 + c]) if floats else 0 for c in range(2)])
+            scale_unit(acc, part, TILES - 1, carry[0], z, row_sums)
 
         @T.inline
         def all_at_once():
@@ -147,7 +156,7 @@ def product(p: WgmmaPlan) -> Any:
                 if releases and group == PARTS - 1:
                     release(it)
                 for i in T.unroll(TILES):
-                    scale_part(i, group)
+                    scale_nth(group * TILES + i)
 
         @T.inline
         def in_turns():
@@ -159,16 +168,23 @@ def product(p: WgmmaPlan) -> Any:
                         if not (first and unit + batch == 0):
                             T.ptx.wgmma.wait_group.sync.aligned(1)
                         if batch == 0 and unit > 0:
-                            scale_unit(acc, part, (unit - 1) % TILES, scales[unit - 1])
+                            scale_nth(unit - 1)
                         if batch + unit == 0 and not first:
-                            scale_unit(acc, part, TILES - 1, carry[0])
+                            scale_carried()
                             release(it - 1)
+                        if floats and batch == 0 and i == 0:
+                            load_sums(group)
             if last:
                 T.ptx.wgmma.wait_group.sync.aligned(0)
                 release(it)
-                scale_unit(acc, part, TILES - 1, scales[COLUMNS - 1])
+                scale_nth(COLUMNS - 1)
             else:
                 carry[0] = scales[COLUMNS - 1]
+                if floats:
+                    for c in T.unroll(2):
+                        carry[1 + c] = T.reinterpret("uint32", zf[2 * COLUMNS - 2 + c])
+                    for j in T.unroll(SUMS // 2):
+                        carry[3 + j] = T.reinterpret("uint32", row_sums[j])
 
         read_words()
         read_columns()
@@ -178,6 +194,54 @@ def product(p: WgmmaPlan) -> Any:
             all_at_once()
 
     return multiply
+
+
+def carried_words(p: WgmmaPlan) -> int:
+    """Registers for what the last unit of a chunk needs in the next one: scales; with float zeros also these and sums of x."""
+    return 3 + p.rows // 4 if p.workload.zero_point == "float" else 1
+
+
+def x_copier(p: WgmmaPlan) -> Any:
+    """An inline (to, x, row, k, whole) that copies two values of x, from column k on, to shared memory.
+
+    Beyond the end of k come zeros, unless the chunk is `whole`. Rows of y that are not written may come from anything, so rows
+    of x beyond m are not copied.
+    """
+    m, K = p.workload.m, p.workload.k
+
+    @T.inline
+    def copy(to, x, row, k, whole):
+        if whole:
+            T.ptx[COPY_4](to, x.ptr_to([row, k]), 4)
+        else:
+            T.ptx[COPY_4](to, x.ptr_to([row, T.Select(k < K, k, 0)]), 4, T.Select(k < K, T.uint32(4), T.uint32(0)))
+
+    @T.inline
+    def copy_inside(to, x, row, k, whole):
+        if m % p.rows == 0:
+            copy(to, x, row, k, whole)
+        else:
+            if row < m:
+                copy(to, x, row, k, whole)
+
+    return copy_inside
+
+
+def where_whole(p: WgmmaPlan) -> Any:
+    """An inline (slot, run) that runs an inline (whole): only a chunk of k that is not whole pays for the end of k."""
+    K = p.workload.k
+
+    @T.inline
+    def choose(slot, run):
+        if K % TILE_K == 0:
+            run(True)
+        else:
+            if (slot + 1) * TILE_K <= K:
+                run(True)
+            else:
+                run(False)
+
+    return choose
 
 
 def ring_of(p: WgmmaPlan, tx: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kronsched import Gemm, KronMatmul, registry
+from kronsched.bench.groups import group_of
 from kronsched.bench.peers import PEERS, PeerUnavailable, peers_for, w4a16
 from kronsched.bench.peers.base import SLACK, slack_of
 from kronsched.bench.peers.w4a16_paper import SPACE, paper_config, prebuild
@@ -113,7 +114,7 @@ def test_kernels_of_the_papers_decompositions_are_built_ahead() -> None:
 
 def test_suites_are_of_gemm_and_carry_published_times() -> None:
     names = suite_names("w4a16")
-    assert names[0] == "anchors" and {"cpu", "ragged", "kinds", "wide", "adversarial"} <= set(names)
+    assert names[0] == "anchors" and {"cpu", "variants", "ragged", "kinds", "wide", "adversarial"} <= set(names)
     anchors = load_cases("w4a16")
     assert len(anchors) == 30 and {c.workload.family for c in anchors} == {"gemm"}
     first = anchors[0]
@@ -122,6 +123,17 @@ def test_suites_are_of_gemm_and_carry_published_times() -> None:
     )
     assert all(c.published for c in anchors)
     assert not any(c.published for c in load_cases("w4a16", "anchors", ["bfloat16"]))
+
+
+def test_each_kind_of_weights_has_the_same_sizes_and_its_group() -> None:
+    groups: dict[str, list[tuple[int, int, int]]] = {}
+    for case in load_cases("w4a16", "variants"):
+        w = case.workload
+        assert isinstance(w, Gemm)
+        groups.setdefault(group_of(w), []).append((w.m, -(-w.n // 64), -(-w.k // 128)))
+    kinds = ["float16", "bfloat16", "float16 asymmetric", "float16 float", "float16 act-order", "float16 ragged"]
+    assert list(groups) == kinds and all(sizes == groups["float16"] for sizes in groups.values())
+    assert len(groups["float16"]) == 18
 
 
 def test_dtype_is_that_of_x() -> None:

@@ -68,7 +68,7 @@ def test_buckets() -> None:
 
 
 def test_tuned_rows_get_their_own_kernel_and_lend_their_config() -> None:
-    workload, device = Gemm(6, N, K, "bfloat16", group_size=32), resolve_target("cpu")
+    workload, device = Gemm(12, N, K, "bfloat16", group_size=32), resolve_target("cpu")
     config = {**registry.schedule("gemm_w4a16_cpu").default_config(workload, device), "rows": 3, "columns": 8}
     space = {"name": "gemm_w4a16_cpu", "digest": "0123456789abcdef"}
     record = make_record(workload=workload, device=device, config=config, space=space)  # type: ignore[arg-type]
@@ -76,12 +76,15 @@ def test_tuned_rows_get_their_own_kernel_and_lend_their_config() -> None:
     log.parent.mkdir(parents=True)
     log.write_text(record.to_json() + "\n")
     kernels = w4a16_kernels.W4A16Kernels(Gemm(1, N, K, "bfloat16", group_size=32), "cpu")
-    assert kernels.plan(6) == [(0, 6)] and kernels.plan(5) == [(0, 8)]
-    assert kernels.module(6).origin.startswith("log") and dict(kernels.module(6).config) == config
-    assert kernels.module(12).origin == "config of m=6, not measured" and dict(kernels.module(12).config) == config
-    assert kernels.module(8).origin == "default, not measured"  # tiles of 3 rows do not divide it
+    assert kernels.plan(12) == [(0, 12)] and kernels.plan(11) == [(0, 16)]
+    assert kernels.module(12).origin.startswith("log") and dict(kernels.module(12).config) == config
+    assert kernels.module(9).origin == "config of m=12, not measured" and dict(kernels.module(9).config) == config
+    assert kernels.module(16).origin == "default, not measured"  # tiles of 3 rows do not divide it
+    assert kernels.module(6).origin == "default, not measured"  # one tile of 8 rows, the record is for two
     other = w4a16_kernels.W4A16Kernels(Gemm(1, N, K, "bfloat16", group_size=64), "cpu")
-    assert other.plan(6) == [(0, 8)] and other.module(12).origin == "config of m=6, not measured"
+    assert other.plan(12) == [(0, 16)] and other.module(9).origin == "config of m=12, not measured"
+    floats = w4a16_kernels.W4A16Kernels(Gemm(1, N, K, "bfloat16", group_size=32, zero_point="float"), "cpu")
+    assert floats.module(9).origin == "default, not measured"
 
 
 @pytest.mark.parametrize("zeros", ["asymmetric", "float"])

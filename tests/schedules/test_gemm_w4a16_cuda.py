@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from kronsched.errors import InvalidConfig
 from kronsched.hardware import resolve_target
 from kronsched.measure.check import max_relative_error
 from kronsched.runtime.build import build_artefact
-from kronsched.runtime.lower import lower
+from kronsched.runtime.lower import Lowered, lower
 from kronsched.schedules.gemm_w4a16_cuda import GemmW4A16Cuda
-from kronsched.schedules.w4a16_kernel import Indices
+from kronsched.schedules.w4a16_indices import Indices
 from kronsched.schedules.w4a16_plan import plan_w4
 from kronsched.workloads.gemm import Gemm
 from tests.emulator import run_lowered, run_schedule
@@ -43,12 +45,22 @@ def run(w: Gemm, config: dict[str, Any], inputs: list[torch.Tensor], order: str 
     return torch.from_numpy(arrays["y"]).view(getattr(torch, w.a_dtype))
 
 
+@functools.cache
+def _lowered(w: Gemm, knobs: str) -> Lowered:
+    return lower(w, SCHEDULE, {**BASE, **json.loads(knobs)}, H200)
+
+
+def lowered_of(w: Gemm, **knobs: Any) -> Lowered:
+    """BASE with other knobs, lowered for an H200 once for all tests."""
+    return _lowered(w, json.dumps(knobs))
+
+
 # -- launches and limits --------------------------------------------------------------------------------
 
 
 def test_one_launch_unless_x_is_gathered_or_k_is_split() -> None:
     def symbols(w: Gemm, **knobs: Any) -> list[str]:
-        return [x.symbol.removesuffix("_kernel") for x in lower(w, SCHEDULE, {**BASE, **knobs}, H200).launches]
+        return [x.symbol.removesuffix("_kernel") for x in lowered_of(w, **knobs).launches]
 
     assert symbols(Gemm(3, 64, 1024)) == ["w4a16"]
     assert symbols(Gemm(3, 64, 1024), split_k=2) == ["w4a16", "w4a16_sum"]
@@ -61,17 +73,20 @@ def test_launches_overlap_where_the_gpu_can() -> None:
     w = Gemm(3, 64, 1024)
     for knobs, order in (({}, "early"), ({"split_k": 2}, "wait")):
         assert plan_w4(w, {**BASE, **knobs}, H200).start == order
-        lowered = lower(w, SCHEDULE, {**BASE, **knobs}, H200)
+        lowered = lowered_of(w, **knobs)
         assert all(x.overlap for x in lowered.launches)
     old = lower(w, SCHEDULE, BASE, A100)
     assert not old.launches[0].overlap and "griddepcontrol" not in old.source
 
 
 def test_x_is_read_after_the_wait_and_weights_before_it() -> None:
-    source = lower(Gemm(3, 64, 1024), SCHEDULE, BASE, H200).source
+    source = lowered_of(Gemm(3, 64, 1024)).source
     body = source[source.index("__launch_bounds__") :]
     waits = body.index("griddepcontrol_wait()")
     assert 0 < body.index("(w_ptr[") < waits < body.index("(x_ptr[")
+    gathers = lowered_of(Gemm(3, 64, 1024, act_order=True)).source.split("__launch_bounds__")[1:]
+    first = next(k for k in gathers if "(perm_ptr[" in k)
+    assert 0 < first.index("(perm_ptr[") < first.index("griddepcontrol_wait()") < first.index("(x_ptr[")
     safe = lower(Gemm(3, 64, 1024), SCHEDULE, {**BASE, "start": "wait"}, H200).source
     body = safe[safe.index("__launch_bounds__") :]
     assert body.index("griddepcontrol_wait()") < min(body.index("(w_ptr["), body.index("(s_ptr["), body.index("(x_ptr["))
@@ -151,7 +166,8 @@ def test_indices_are_clamped_only_where_they_can_leave_the_weights() -> None:
 @pytest.mark.parametrize(
     ("w", "knobs"),
     [
-        (Gemm(1, 48, 384), {"warps_k": 1, "stages": 3, "x_load": "ahead"}),
+        (Gemm(1, 48, 392), {"warps_k": 1, "stages": 3, "x_load": "ahead"}),
+        (Gemm(13, 64, 1040, zero_point="float"), {"mtile": 2, "zeros": "sum"}),
         (Gemm(3, 48, 384, group_size=32, zero_point="asymmetric"), {"warps_k": 1, "unroll": 1, "zeros": "sum"}),
         (Gemm(3, 48, 384, group_size=32, zero_point="asymmetric"), {"stages": 2, "strips": 4, "batch": 4, "x_load": "segment"}),
         (Gemm(17, 130, 904, "bfloat16", group_size=64, zero_point="float"), {"mtile": 2, "split_k": 2, "zeros": "sum"}),
