@@ -5,13 +5,20 @@
 Its own builder and runner are not used: they check no result, time on a warm cache, compile one candidate after another in the
 process that times, and hide what goes wrong. So what is compared is the search and the space, under the same clock.
 
+Where its defaults are for hours, it gets what suits minutes: small populations and rounds, and a cost model that is used from the
+second round on (by default after 100 candidates).
+
 Known limits of MetaSchedule in TVM 0.27, whose default is `repaired=False`:
-  * tensor intrinsics: wmma 16×16×16 for float16 and int8 only;
+  * tensor intrinsics: wmma 16×16×16 for float16 and int8 only; its rule for int8 pipelines no copies (told to, 7 of 16 candidates
+    of a layer did not build);
   * TVM's storage rewrite lets buffers of different dtypes share memory, after which wmma's loads of most candidates are refused
     ("tvm_access_ptr element type must match the source buffer"). repaired=True builds with that pass switched off;
   * its kernels include crt/mma.h, which the wheels of CUDA's runtime do not bring along;
-  * a batch of candidates is sampled before any is built, which takes seconds to minutes; a time limit can only be kept from
-    outside (`versus.py` runs this in a process that it ends).
+  * a batch of candidates is sampled before any is built, which takes seconds to minutes, and more when all before it failed; a
+    time limit can only be kept from outside (`versus.py` runs this in a process that it ends);
+  * a padded int8 layer that it reads 16 bytes at a time does not compile: TVM writes the zeros as a make_int4 of 16 arguments;
+  * what it unrolls into hundreds of kilobytes of source takes ptxas tens of seconds, for which a round waits: give
+    `versus.versus` a short `build_timeout_s` where time is short.
 
 Read first: `MetaSchedulePeer.run`.
 """
@@ -38,11 +45,13 @@ if TYPE_CHECKING:
     from kronsched.measure.base import Measured, Measurer
     from kronsched.workloads.base import Workload
 
-BATCH = 32
+BATCH = 16
 """Candidates a round; MetaSchedule's default of 64 is more than fits into a short budget."""
-POPULATION = 64
+POPULATION = 32
 """Of its evolutionary search; with the default of 512 it samples for minutes before the first candidate is built."""
 CUDA_RULES, CPU_RULES = "cuda-tensorcore", "llvm"
+STRATEGIES = ("evolutionary", "replay-trace")
+"""MetaSchedule's searches: its default, and uniform sampling, which makes several times as many candidates a second."""
 
 
 @dataclass(frozen=True)
@@ -94,36 +103,40 @@ class MetaSchedulePeer:
         repaired: bool = True,
         batch: int = BATCH,
         population: int = POPULATION,
+        strategy: str = STRATEGIES[0],
         threads: int = 1,
         seed: int = 0,
         on_trial: Callable[[Trial], None] = lambda trial: None,
-        on_batch: Callable[[int, float], None] = lambda count, seconds: None,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
         """Raises UnsupportedError for a workload or dtype that MetaSchedule does not serve.
 
-        on_batch: called with the size of a batch and the seconds since the search began, once it is sampled.
+        strategy: one of `STRATEGIES`.  threads: that sample.  on_stage: called with what was just done, such as "32 candidates
+        sampled".
         """
         self.workload, self.device, self.repaired, self.batch = workload, device, repaired, batch
         self.program = metaschedule_program(workload)
         if device.kind == "cuda" and device.present and not any((Path(d) / "crt" / "mma.h").is_file() for d in include_dirs()):
             raise UnsupportedError("MetaSchedule's kernels include crt/mma.h, which is not here: pip install nvidia-cuda-crt")
         self.trials: list[Trial] = []
-        self._on_trial, self._on_batch, self._begin = on_trial, on_batch, time.perf_counter()
-        self._population, self._threads, self._seed = population, threads, seed
+        self._on_trial, self._on_stage, self._begin = on_trial, on_stage, time.perf_counter()
+        self._strategy, self._population, self._threads, self._seed = strategy, population, threads, seed
 
     def run(self, trials: int, measurer: Measurer, seconds: float | None = None) -> Trial | None:
         """Search until so many candidates were measured or, looked at after each, time is up; the best trial."""
         from tvm.s_tir import meta_schedule as ms
 
         context = self._context(ms)
-        database, model = ms.database.MemoryDatabase(), ms.cost_model.XGBModel()
+        database, model = ms.database.MemoryDatabase(), ms.cost_model.XGBModel(num_warmup_samples=self.batch)
         entry = database.commit_workload(context.mod)
-        context.pre_tuning(trials, min(self.batch, trials), context.generate_design_space(), database, model)
+        designs = context.generate_design_space()
+        self._on_stage(f"design space of {len(designs)} traces")
+        context.pre_tuning(trials, min(self.batch, trials), designs, database, model)
         while not self._over(seconds):
             candidates = context.generate_measure_candidates()
             if not candidates:
                 break
-            self._on_batch(len(candidates), time.perf_counter() - self._begin)
+            self._on_stage(f"{len(candidates)} candidates sampled")
             results = self._measure(candidates, measurer, seconds)
             runs = [_runner_result(ms, m) for m in results]
             context.notify_runner_results(candidates, runs)
@@ -134,6 +147,7 @@ class MetaSchedulePeer:
                         candidate.sch.trace, entry, one.run_secs, context.target, candidate.args_info
                     )
                     database.commit_tuning_record(record)
+            self._on_stage(f"{len(candidates)} candidates measured and learnt from")
         return self.best
 
     @property
@@ -145,8 +159,11 @@ class MetaSchedulePeer:
         prepare()
         rules = CUDA_RULES if self.device.kind == "cuda" else CPU_RULES
         space = ms.space_generator.PostOrderApply(sch_rules=rules, postprocs=rules, mutator_probs=rules)
-        least = min(50, self._population // 2)
-        search = ms.search_strategy.EvolutionarySearch(population_size=self._population, init_min_unmeasured=least)
+        if self._strategy == "evolutionary":
+            least = min(50, self._population // 2)
+            search = ms.search_strategy.EvolutionarySearch(population_size=self._population, init_min_unmeasured=least)
+        else:
+            search = ms.search_strategy.ReplayTrace()
         return ms.TuneContext(
             mod=self.program["main"],
             target=self.device.tvm_target(),
@@ -177,7 +194,7 @@ class MetaSchedulePeer:
 
 
 def prepare() -> None:
-    """Import MetaSchedule and TVM's tensor intrinsics.
+    """Import MetaSchedule, TVM's tensor intrinsics and what its cost model needs.
 
     The script parser asks `inspect` for the module of every frame below each of 180 functions, which took 40 s of 47 s, and does
     not use the answer.
@@ -189,7 +206,8 @@ def prepare() -> None:
 
     with mock.patch.object(inspect, "getmodule", quick):
         importlib.import_module("tvm.s_tir.tensor_intrin")
-    importlib.import_module("tvm.s_tir.meta_schedule")
+    for name in ("tvm.s_tir.meta_schedule", "xgboost"):
+        importlib.import_module(name)
 
 
 def shares(trials: list[Trial]) -> Mapping[str, int]:

@@ -112,7 +112,7 @@ def _best_threshold(entries: Sequence[Entry]) -> float:
 
 
 def _entry(row: Row) -> Entry | None:
-    if not isinstance(row.workload, KSMatmul):
+    if not isinstance(row.workload, KSMatmul) or row.workload.epilogue:  # the table is of plain products
         return None
     library = {name: us for name, us in row.peers.items() if us and name in FORMULATIONS}
     return Entry(row.workload, row.us, library) if library else None

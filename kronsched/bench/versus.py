@@ -1,9 +1,9 @@
 """kronsched's tuner against MetaSchedule on the same workloads: equal wall time, and equal trials.
 
 Each side tunes in a process of its own (versus_worker.py), one after the other, with as many builders, and is ended when its
-seconds are up; they count from when it has imported what it needs. Candidates of both are built, checked against the float64
-reference and timed by the same code. Equal trials are read from the same runs: the best of the first n trials of each, n being
-the smaller number.
+seconds are up. They count from its first step of search: by then it has imported what it needs, and its builders and its runner
+have measured one candidate, which is no trial. Candidates of both are built, checked against the float64 reference and timed by
+the same code. Equal trials are read from the same runs: the best of the first n trials of each, n being the smaller number.
 
 Read first: `versus`.
 """
@@ -23,35 +23,42 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
-from kronsched.bench.versus_worker import OURS, PEER
-from kronsched.errors import ArgumentError, UnsupportedError
+from kronsched.bench.peer_metaschedule import STRATEGIES
+from kronsched.bench.versus_worker import OURS, PEER, SEARCH
+from kronsched.errors import ArgumentError, UnsupportedError, choose
 from kronsched.hardware import resolve_target
+from kronsched.search.setup import MAX_SEED
 
 if TYPE_CHECKING:
     from kronsched.workloads.base import Workload
 
 START_S = 180.0
-"""For imports, before the clock of a side starts."""
+"""For imports and for workers to start, before the clock of a side does."""
+BUILD_TIMEOUT_S = 30.0
+"""As of MetaSchedule's own builder."""
 DIED = "its process died"
 MANY = 100_000
 """Trials when only time ends a side."""
 MOST_SECONDS = 86_400.0
+OnEvent = Callable[["Workload", str, Mapping[str, Any]], None]
+"""Called with the workload, the name of a side, and a stage or a trial of it."""
 
 
 @dataclass(frozen=True)
 class Side:
     """What one tuner did for one workload.
 
-    trials: dicts with status, us, error, seconds.  error: why there is nothing.  batches: seconds at which a batch of candidates
-    was ready to be built (MetaSchedule's).
+    trials: dicts with status, us, error, seconds.  error: why there is nothing.  stages: dicts with stage, such as "32 candidates
+    sampled", and seconds; those before "search" count from the start of the process, all others from "search" on.
     """
 
     name: str
     trials: tuple[Mapping[str, Any], ...]
     error: str = ""
-    batches: tuple[float, ...] = ()
+    stages: tuple[Mapping[str, Any], ...] = ()
 
     def best(self, first: int | None = None) -> Mapping[str, Any] | None:
         """The fastest right candidate, of all trials or of the first so many."""
@@ -79,7 +86,7 @@ class Side:
             "right_share": self.right,
             "best": self.best(),
             "error": self.error,
-            "batches": list(self.batches),
+            "stages": [dict(s) for s in self.stages],
             "all": [dict(t) for t in self.trials],
         }
 
@@ -129,13 +136,18 @@ def versus(
     builders: int | None = None,
     seed: int = 0,
     warm_start: bool = False,
-    peer_options: Mapping[str, int] | None = None,
+    build_timeout_s: float = BUILD_TIMEOUT_S,
+    peer_options: Mapping[str, int | str] | None = None,
+    on_event: OnEvent = lambda workload, side, event: None,
+    on_side: Callable[[Workload, Side], None] = lambda workload, side: None,
     on_match: Callable[[Match], None] = lambda match: None,
 ) -> list[Match]:
     """Compare on each workload. seconds: of each side; trials: of each side; at least one of them is needed.
 
     repaired: see `peer_metaschedule`.  builders: processes of each side, None for the cores.  warm_start: whether ours may use
-    logs of other shapes; MetaSchedule has none.  peer_options: batch and population of `MetaSchedulePeer`.
+    logs of other shapes; MetaSchedule has none.  build_timeout_s: seconds of one build of either side.  peer_options: batch,
+    population, strategy and threads of `MetaSchedulePeer`.
+    on_event: called with each stage and each trial of a side, as dicts like those of `Side`.  on_side: once a side has ended.
     Raises ArgumentError, and UnsupportedError for a device that is not here; a side that fails has its reason in `Side.error`.
     """
     if seconds is None and trials is None:
@@ -144,6 +156,12 @@ def versus(
         raise ArgumentError(f"seconds={seconds} is not allowed: a number in (0, {MOST_SECONDS:g}] is needed")
     if trials is not None and trials < 1:
         raise ArgumentError(f"trials={trials} is not allowed: an int ≥ 1 is needed")
+    if not 0 < build_timeout_s <= MOST_SECONDS:
+        raise ArgumentError(f"build_timeout_s={build_timeout_s} is not allowed: a number in (0, {MOST_SECONDS:g}] is needed")
+    if not 0 <= seed <= MAX_SEED:
+        raise ArgumentError(f"seed={seed} is not allowed: an int from 0 to {MAX_SEED} is needed")
+    if (strategy := (peer_options or {}).get("strategy", STRATEGIES[0])) not in STRATEGIES:
+        raise choose("strategy", strategy, STRATEGIES)
     if not (device := resolve_target(target)).present:
         raise UnsupportedError(f"target={device.name!r} is not on this machine: nothing can be measured")
     matches = []
@@ -156,19 +174,32 @@ def versus(
             "seed": seed,
             "repaired": repaired,
             "warm_start": warm_start,
+            "build_timeout_s": build_timeout_s,
             "peer_options": dict(peer_options or {}),
         }
-        ours, peer = (run_side({**job, "side": name}, seconds or MOST_SECONDS) for name in (OURS, PEER))
-        matches.append(Match(workload, ours, peer))
+        sides = []
+        for name in (OURS, PEER):
+            sides.append(run_side({**job, "side": name}, seconds or MOST_SECONDS, on_event=partial(on_event, workload, name)))
+            on_side(workload, sides[-1])
+        matches.append(Match(workload, *sides))
         on_match(matches[-1])
     return matches
 
 
-def run_side(job: Mapping[str, Any], seconds: float, start_s: float = START_S) -> Side:
+def run_side(
+    job: Mapping[str, Any],
+    seconds: float,
+    start_s: float = START_S,
+    on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+) -> Side:
     """Run one side until it ends or its seconds are up, then end it with all its processes."""
     lines: queue.Queue[str | None] = queue.Queue()
-    trials: list[Mapping[str, Any]] = []
-    batches: list[float] = []
+    events: list[Mapping[str, Any]] = []
+
+    def keep(event: Mapping[str, Any]) -> None:
+        events.append(event)
+        on_event(event)
+
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "kronsched.bench.versus_worker"],
@@ -182,41 +213,39 @@ def run_side(job: Mapping[str, Any], seconds: float, start_s: float = START_S) -
         try:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                json.dump(job, process.stdin)
+                json.dump({**job, "parent": os.getpid()}, process.stdin)
                 process.stdin.close()
-            error = _follow(lines, trials, batches, seconds, start_s)
+            error = _follow(lines, keep, seconds, start_s)
         finally:
             _end(process)
         if error == DIED:
             log.seek(0)
             error = f"{DIED}: {' '.join(log.read()[-600:].split())[-300:]}"
-    return Side(str(job["side"]), tuple(trials), error, tuple(batches))
+    trials, stages = (tuple(e for e in events if key in e) for key in ("status", "stage"))
+    return Side(str(job["side"]), trials, error, stages)
 
 
-def _follow(
-    lines: queue.Queue[str | None], trials: list[Mapping[str, Any]], batches: list[float], seconds: float, start_s: float
-) -> str:
-    """Collect trials and times of batches until the end, an error or the deadline; what is wrong, else ""."""
-    deadline, started = time.monotonic() + start_s, False
+def _follow(lines: queue.Queue[str | None], keep: Callable[[Mapping[str, Any]], None], seconds: float, start_s: float) -> str:
+    """Hand on trials and stages until the end, an error or the deadline; what is wrong, else ""."""
+    deadline, searching = time.monotonic() + start_s, False
     while True:
+        left = deadline - time.monotonic()
+        if searching and left <= 0:
+            return ""
         try:
-            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            line = lines.get(timeout=max(0.0, left))
         except queue.Empty:
-            return "" if started else f"it was not ready within {start_s:g} s"
+            return "" if searching else f"it was not ready within {start_s:g} s"
         if line is None:
             return DIED
         event = json.loads(line)
         kind = event.pop("event")
-        if kind == "start":
-            deadline, started = time.monotonic() + seconds, True
-        elif kind == "trial":
-            trials.append(event)
-        elif kind == "batch":
-            batches.append(float(event["seconds"]))
-        elif kind == "error":
-            return str(event["message"])
+        if kind in ("stage", "trial"):
+            if event.get("stage") == SEARCH:
+                deadline, searching = time.monotonic() + seconds, True
+            keep(event)
         else:
-            return ""
+            return str(event["message"]) if kind == "error" else ""
 
 
 def _read(source: IO[str] | None, lines: queue.Queue[str | None]) -> None:

@@ -10,7 +10,7 @@ import click
 
 from kronsched.cli.options import json_option, target_option
 from kronsched.cli.output import only_json, print_json, print_table, time_text
-from kronsched.errors import ArgumentError
+from kronsched.cli.shapes import check_output, shape_options, shapes_of
 
 if TYPE_CHECKING:
     from kronsched.bench.ablation import Outcome
@@ -20,6 +20,7 @@ def _ablate(
     *,
     what: str,
     suite: str | None,
+    skip: int,
     limit: int | None,
     schedule: str,
     trials: int,
@@ -30,13 +31,10 @@ def _ablate(
     as_json: bool,
 ) -> int:
     from kronsched.bench.ablation import ablate as run
-    from kronsched.bench.suites import load_cases, load_file, suite_families
     from kronsched.hardware import resolve_target
 
-    if output is not None and not Path(output).parent.is_dir():
-        raise ArgumentError(f"output={output!r} cannot be written: there is no folder {str(Path(output).parent)!r}")
-    known = what in suite_families()
-    cases = load_cases(what, suite or "versus", limit=limit) if known else load_file(Path(what), suite, limit=limit)
+    check_output(output)
+    workloads = shapes_of(what, suite, skip, limit)
     done: list[Outcome] = []
 
     def on_outcome(outcome: Outcome) -> None:
@@ -48,7 +46,7 @@ def _ablate(
 
     with only_json(as_json):
         device = resolve_target(target)
-        run([c.workload for c in cases], schedule, device, trials, builders=builders, seed=seed, on_outcome=on_outcome)
+        run(workloads, schedule, device, trials, builders=builders, seed=seed, on_outcome=on_outcome)
     if as_json:
         print_json(_summary(done, trials))
     else:
@@ -79,9 +77,7 @@ def _print(schedule: str, outcomes: list[Outcome]) -> None:
 ablate = click.Command(
     "ablate",
     params=[
-        click.Argument(["what"], metavar="FAMILY|FILE"),
-        click.Option(["--suite"], default=None, help='Name of a suite. [default: "versus", of a file its first]'),
-        click.Option(["--limit"], type=click.IntRange(1), default=None, help="Only the first so many shapes."),
+        *shape_options,
         click.Option(["--schedule"], default="conv2d_cuda_mma", help="The schedule. [default: conv2d_cuda_mma]"),
         click.Option(["--trials"], type=click.IntRange(1), default=24, help="Of each variant of each shape. [default: 24]"),
         click.Option(["--builders"], type=click.IntRange(1), default=None, help="Build processes. [default: the cores]"),

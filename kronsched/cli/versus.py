@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +11,21 @@ import click
 
 from kronsched.cli.options import json_option, target_option
 from kronsched.cli.output import only_json, print_json, print_table, share_text, time_text
+from kronsched.cli.shapes import check_output, shape_options, shapes_of
 from kronsched.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kronsched.bench.versus import Match
+    from collections.abc import Mapping, Sequence
 
-SUITE = "versus"
-"""The suite of four layers that is compared by default."""
+    from kronsched.bench.versus import Match, Side
+    from kronsched.workloads.base import Workload
 
 
 def _versus(
     *,
     what: str,
     suite: str | None,
+    skip: int,
     limit: int | None,
     seconds: float | None,
     trials: int | None,
@@ -30,32 +33,42 @@ def _versus(
     warm_start: bool,
     batch: int | None,
     population: int | None,
+    peer_strategy: str | None,
+    threads: int | None,
     builders: int | None,
+    build_timeout: float,
     seed: int,
     target: str,
     output: str | None,
     as_json: bool,
 ) -> int:
-    from kronsched.bench.suites import load_cases, load_file, suite_families
     from kronsched.bench.versus import versus
 
     if seconds is None and trials is None:
         raise ArgumentError("seconds is missing: say how long (--seconds) or how many (--trials) each side may tune")
-    if output is not None and not Path(output).parent.is_dir():
-        raise ArgumentError(f"output={output!r} cannot be written: there is no folder {str(Path(output).parent)!r}")
-    known = what in suite_families()
-    cases = load_cases(what, suite or SUITE, limit=limit) if known else load_file(Path(what), suite, limit=limit)
+    check_output(output)
+    workloads = shapes_of(what, suite, skip, limit)
     done: list[Match] = []
+    single: list[tuple[Workload, Side]] = []
+
+    def store() -> None:
+        if output is not None:
+            Path(output).write_text(json.dumps(_summary(done, seconds, trials, not as_shipped, single)) + "\n", encoding="utf-8")
+
+    def on_side(workload: Workload, side: Side) -> None:
+        single.append((workload, side))
+        store()
 
     def on_match(match: Match) -> None:
         done.append(match)
+        single.clear()
         click.echo(_line(match), err=True)
-        if output is not None:
-            Path(output).write_text(json.dumps(_summary(done, seconds, trials, not as_shipped)) + "\n", encoding="utf-8")
+        store()
 
+    options = {"batch": batch, "population": population, "strategy": peer_strategy, "threads": threads}
     with only_json(as_json):
         versus(
-            [case.workload for case in cases],
+            workloads,
             seconds=seconds,
             trials=trials,
             target=target,
@@ -63,7 +76,10 @@ def _versus(
             builders=builders,
             seed=seed,
             warm_start=warm_start,
-            peer_options={name: value for name, value in (("batch", batch), ("population", population)) if value is not None},
+            build_timeout_s=build_timeout,
+            peer_options={name: value for name, value in options.items() if value is not None},
+            on_event=_Progress(),
+            on_side=on_side,
             on_match=on_match,
         )
     if as_json:
@@ -73,7 +89,33 @@ def _versus(
     return 0 if any(m.ours.best() for m in done) else 1
 
 
-def _summary(matches: list[Match], seconds: float | None, trials: int | None, repaired: bool) -> dict[str, Any]:
+class _Progress:
+    """Prints stages, and trials that are better than those before, on stderr."""
+
+    def __init__(self) -> None:
+        self._best: dict[tuple[Workload, str], float] = {}
+        self._trials: dict[tuple[Workload, str], int] = {}
+
+    def __call__(self, workload: Workload, side: str, event: Mapping[str, Any]) -> None:
+        text, key = event.get("stage"), (workload, side)
+        if text is None:
+            us = event["us"]
+            self._trials[key] = self._trials.get(key, 0) + 1
+            if us is None or us >= self._best.get(key, math.inf):
+                return
+            self._best[key] = us
+            text = f"{time_text(us)}, trial {self._trials[key]}"
+        click.echo(f"  {side} {event['seconds']:.1f} s: {text}", err=True)
+
+
+def _summary(
+    matches: list[Match],
+    seconds: float | None,
+    trials: int | None,
+    repaired: bool,
+    single: Sequence[tuple[Workload, Side]] = (),
+) -> dict[str, Any]:
+    """single: sides whose opponent has not ended yet."""
     from kronsched.bench.run import versions
     from kronsched.bench.versus import geomean
 
@@ -82,6 +124,7 @@ def _summary(matches: list[Match], seconds: float | None, trials: int | None, re
         "trials": trials,
         "repaired": repaired,
         "rows": [m.to_dict() for m in matches],
+        "unfinished": [{"label": workload.label, **side.to_dict()} for workload, side in single],
         "geomean_equal_time": geomean([m.equal_time for m in matches]),
         "geomean_equal_trials": geomean([m.equal_trials for m in matches]),
         "versions": versions(),
@@ -121,20 +164,25 @@ def _times(ratio: float | None) -> str:
 versus = click.Command(
     "versus",
     params=[
-        click.Argument(["what"], metavar="FAMILY|FILE"),
-        click.Option(["--suite"], default=None, help=f'Name of a suite, or "all". [default: {SUITE}; of a file its first]'),
-        click.Option(["--limit"], type=click.IntRange(1), default=None, help="Only the first so many shapes."),
+        *shape_options,
         click.Option(["--seconds"], type=click.FloatRange(0), default=None, help="Wall time of each tuner, for each shape."),
         click.Option(["--trials"], type=click.IntRange(1), default=None, help="Most trials of each tuner, for each shape."),
         click.Option(
             ["--as-shipped"], is_flag=True, help="MetaSchedule with TVM's storage rewrite, after which most candidates fail."
         ),
         click.Option(["--warm-start"], is_flag=True, help="Ours may start from logs of other shapes."),
-        click.Option(["--batch"], type=click.IntRange(1), default=None, help="MetaSchedule's candidates a round. [default: 32]"),
+        click.Option(["--batch"], type=click.IntRange(1), default=None, help="MetaSchedule's candidates a round. [default: 16]"),
         click.Option(
-            ["--population"], type=click.IntRange(4), default=None, help="Of MetaSchedule's evolutionary search. [default: 64]"
+            ["--population"], type=click.IntRange(4), default=None, help="Of MetaSchedule's evolutionary search. [default: 32]"
+        ),
+        click.Option(
+            ["--peer-strategy"], default=None, help="MetaSchedule's: evolutionary or replay-trace. [default: the first]"
+        ),
+        click.Option(
+            ["--threads"], type=click.IntRange(1), default=None, help="MetaSchedule's for sampling. [default: as builders]"
         ),
         click.Option(["--builders"], type=click.IntRange(1), default=None, help="Build processes of each. [default: the cores]"),
+        click.Option(["--build-timeout"], type=click.FloatRange(1), default=30.0, help="Seconds of one build. [default: 30]"),
         click.Option(["--seed"], type=click.INT, default=0, help="Seed of both searches. [default: 0]"),
         target_option,
         click.Option(["-o", "--output"], type=click.Path(dir_okay=False), default=None, help="Store the JSON here as it comes."),

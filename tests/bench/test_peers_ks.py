@@ -36,6 +36,16 @@ def test_peers_compute_the_product_or_say_why_not(pattern: object, layout: str) 
     assert not single or ("block_dense" in served) == library.serves("block_dense", w.patterns[0], layout == "batch_first")
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_peers_of_an_epilogue_are_followed_by_passes(layout: str) -> None:
+    w = KSMatmul(7, (2, 3, 5, 1), "float64", layout, bias=True, activation="gelu", residual=True)
+    inputs = w.make_inputs(0)
+    peers = peers_for(w)
+    assert "unfused" in peers and "unfused" not in peers_for(w.plain)
+    for peer in peers.values():
+        torch.testing.assert_close(peer(w, inputs)(), w.reference(*inputs), rtol=1e-12, atol=1e-12)
+
+
 def test_bmm_on_views_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     w = KSMatmul(batch=8, pattern=(3, 2, 4, 2), layout="batch_last")
     x, weight = w.make_inputs(0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from kronsched.bench.metaschedule_program import metaschedule_program
 from kronsched.bench.peer_metaschedule import GivenProgram, MetaSchedulePeer, prepare, shares
 from kronsched.bench.versus import Match, Side, _follow, geomean, run_side, versus
 from kronsched.cli.root import cli
+from kronsched.cli.shapes import shapes_of
+from kronsched.cli.versus import _Progress
 from kronsched.errors import ArgumentError, UnsupportedError
 from kronsched.hardware import PRESETS
 from kronsched.measure.base import BuildResult, Measured, RunResult
@@ -54,20 +58,53 @@ def _lines(*events: dict[str, Any]) -> queue.Queue[str | None]:
     return lines
 
 
+SEARCHING = {"event": "stage", "stage": "search", "seconds": 0.0}
+
+
 def test_a_side_is_ended_when_its_time_is_up() -> None:
-    trials: list[Any] = []
-    assert _follow(_lines({"event": "start"}, {"event": "trial", **_trial(3.0)}), trials, [], seconds=0.05, start_s=5.0) == ""
-    assert trials == [_trial(3.0)]
-    assert "not ready within 0.01 s" in _follow(_lines(), [], [], seconds=5.0, start_s=0.01)
-    lines = _lines({"event": "start"})
+    events: list[Any] = []
+    lines = _lines(SEARCHING, {"event": "trial", **_trial(3.0)})
+    assert _follow(lines, events.append, seconds=0.05, start_s=5.0) == ""
+    assert events == [{"stage": "search", "seconds": 0.0}, _trial(3.0)]
+    assert "not ready within 0.01 s" in _follow(_lines({"event": "stage", "stage": "imports"}), print, seconds=5.0, start_s=0.01)
+    lines = _lines(SEARCHING)
     lines.put(None)
-    assert _follow(lines, [], [], seconds=5.0, start_s=5.0) == bench.DIED
+    assert _follow(lines, print, seconds=5.0, start_s=5.0) == bench.DIED
+
+
+def test_what_comes_too_late_does_not_count() -> None:
+    events: list[Any] = []
+
+    def slow(event: Any) -> None:
+        events.append(event)
+        time.sleep(0.02)
+
+    assert _follow(_lines(SEARCHING, *[{"event": "trial", **_trial(3.0)}] * 100), slow, seconds=0.1, start_s=5.0) == ""
+    assert 2 <= len(events) < 20
+
+
+def test_progress_shows_stages_and_better_trials(capsys: pytest.CaptureFixture[str]) -> None:
+    show = _Progress()
+    for event in ({"stage": "search", "seconds": 0.0}, _trial(8.0), _trial(None, "compile_error"), _trial(9.0), _trial(4.0)):
+        show(TINY, "metaschedule", event)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"  metaschedule {s}" for s in ("0.0 s: search", "1.0 s: 8 µs, trial 1", "1.0 s: 4 µs, trial 4")]
+
+
+def test_skip_and_limit_choose_shapes() -> None:
+    every = shapes_of("conv2d", None, 0, None)
+    assert len(every) == 4
+    assert shapes_of("conv2d", None, 2, 1) == every[2:3]
+    with pytest.raises(ArgumentError, match="skip=4 is not allowed: there are 4 shapes"):
+        shapes_of("conv2d", None, 4, None)
 
 
 @pytest.mark.slow
 def test_a_side_that_cannot_serve_the_workload_says_so() -> None:
     job = {"side": "metaschedule", "workload": Gemm(8, 8, 8, "bfloat16", "bfloat16").to_dict(), "target": "cpu", "seed": 0}
-    side = run_side({**job, "builders": 1, "repaired": True, "peer_options": {}, "trials": 1}, seconds=20.0)
+    side = run_side(
+        {**job, "builders": 1, "repaired": True, "peer_options": {}, "build_timeout_s": 30.0, "trials": 1}, seconds=20.0
+    )
     assert side.error == "MetaSchedule has tensor intrinsics for int8 and float16, not for bfloat16"
 
 
@@ -76,7 +113,17 @@ def test_a_device_that_is_not_here_is_refused_at_once() -> None:
         versus([TINY, TINY], seconds=1.0, target="nvidia/h200")
 
 
-@pytest.mark.parametrize(("named", "said"), [({}, "seconds=None"), ({"seconds": 0.0}, "seconds=0"), ({"trials": 0}, "trials=0")])
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({}, "seconds=None"),
+        ({"seconds": 0.0}, "seconds=0"),
+        ({"trials": 0}, "trials=0"),
+        ({"seconds": 1.0, "peer_options": {"strategy": "x"}}, "strategy='x'"),
+        ({"trials": 1, "build_timeout_s": math.nan}, "build_timeout_s=nan"),
+        ({"trials": 1, "seed": -1}, "seed=-1"),
+    ],
+)
 def test_bad_budgets_are_refused(named: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         versus([TINY], **named)
@@ -153,5 +200,9 @@ def test_both_sides_on_this_cpu(tmp_path: Path) -> None:
     assert result.return_value == 0
     row = json.loads(out.read_text())["rows"][0]
     assert row["common_trials"] == 3
+    assert json.loads(out.read_text())["unfinished"] == []
+    for side, stages in zip(row["sides"], (3, 6), strict=True):
+        assert [s["stage"] for s in side["stages"]].index("search") == 2
+        assert len(side["stages"]) == stages
     assert row["equal_time"] > 0
     assert [s["right_share"] for s in row["sides"]] == [1.0, 1.0]

@@ -36,13 +36,16 @@ PEERS: dict[str, dict[str, Peer]] = {
     "gemm": gemm.PEERS,
     "kron": kron.PEERS,
     "ks": ks.PEERS,
+    "ks_fused": ks.FUSED_PEERS,
     "w4a16": w4a16.PEERS,
 }
 """Peers by group (see `group_of`) and name."""
 
 
 def group_of(workload: Workload) -> str:
-    """The group whose peers serve a workload: its family, but "w4a16" for a gemm of 16-bit floats with 4-bit weights."""
+    """The group whose peers serve a workload: its family, "w4a16" (16-bit floats by 4-bit weights), or "ks_fused" (epilogues)."""
+    if workload.family == "ks" and getattr(workload, "epilogue", False):
+        return "ks_fused"
     if workload.family == "gemm" and getattr(workload, "b_dtype", "") == "int4" and getattr(workload, "a_dtype", "") != "int4":
         return "w4a16"
     return workload.family
