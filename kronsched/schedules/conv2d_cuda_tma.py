@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
-from kronsched.schedules.base import Launch, Schedule, Scheduled
-from kronsched.schedules.conv2d_fold import fold_program
+from kronsched.schedules.base import Schedule, Scheduled
+from kronsched.schedules.conv2d_fold import folded_launches
 from kronsched.schedules.conv2d_tma_estimate import estimated_us
 from kronsched.schedules.conv2d_tma_kernel import tma_program
 from kronsched.schedules.conv2d_tma_plan import (
@@ -79,16 +79,9 @@ class Conv2dCudaTma(Schedule):
 
     def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
         """One launch, or two where channels are folded first."""
-        import tvm
-
         assert isinstance(workload, Conv2d)
         plan = plan_tma(workload, config, device)
-        funcs, launches = {"conv2d": tma_program(plan, "conv2d")}, []
-        if plan.fold:
-            funcs["conv2d_fold"] = fold_program(plan.fold, "conv2d_fold")
-            launches.append(Launch("conv2d_fold", tuple(str(p.name) for p in funcs["conv2d_fold"].params), overlap=True))
-        launches.append(Launch("conv2d", tuple(str(p.name) for p in funcs["conv2d"].params), overlap=True))
-        return Scheduled(tvm.IRModule(funcs), tuple(launches), plan.fold.scratch if plan.fold else ())
+        return folded_launches(plan.fold, tma_program(plan, "conv2d"))
 
     def expected_us(self, workload: Workload, config: Config, device: Device) -> float | None:
         """By `estimated_us`."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from kronsched.errors import InvalidConfig
-from kronsched.schedules.base import Launch, Schedule, Scheduled
-from kronsched.schedules.conv2d_fold import fold_program
+from kronsched.schedules.base import Schedule, Scheduled
+from kronsched.schedules.conv2d_fold import folded_launches
 from kronsched.schedules.conv2d_window_estimate import estimated_us, window_features
 from kronsched.schedules.conv2d_window_kernel import window_program
 from kronsched.schedules.conv2d_window_plan import plan_window, why_not
@@ -61,16 +61,9 @@ class Conv2dCudaWindow(Schedule):
 
     def apply(self, workload: Workload, config: Config, device: Device) -> Scheduled:
         """One launch, or two where channels are folded first."""
-        import tvm
-
         assert isinstance(workload, Conv2d)
         plan = plan_window(workload, config, device)
-        funcs, launches = {"conv2d": window_program(plan, "conv2d")}, []
-        if plan.fold:
-            funcs["conv2d_fold"] = fold_program(plan.fold, "conv2d_fold")
-            launches.append(Launch("conv2d_fold", tuple(str(p.name) for p in funcs["conv2d_fold"].params), overlap=True))
-        launches.append(Launch("conv2d", tuple(str(p.name) for p in funcs["conv2d"].params), overlap=True))
-        return Scheduled(tvm.IRModule(funcs), tuple(launches), plan.fold.scratch if plan.fold else ())
+        return folded_launches(plan.fold, window_program(plan, "conv2d"))
 
     def expected_us(self, workload: Workload, config: Config, device: Device) -> float | None:
         """By `estimated_us`."""

@@ -11,7 +11,7 @@ for two pixels of y (128 channels) at once: few large copies, and none of the pa
 A layer with few outputs may be folded by pairs of pixels, without a copy of x: a kernel of 3 × 3 is one of 3 × 4 with stride
 (1, 2) for two neighbouring outputs at once. What their windows share is then brought once: 12 pixels for two outputs, not 18.
 
-Read first: `Fold`, `fold_of`, `pair_of`, `fold_program`.
+Read first: `Fold`, `fold_of`, `pair_of`, `fold_program`, `folded_launches`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kronsched.dtypes import DTYPES
+from kronsched.schedules.base import Launch, Scheduled
 from kronsched.schedules.conv2d_gather import do, named
 from kronsched.workloads.base import TensorSpec
 from kronsched.workloads.conv2d import Conv2d
@@ -142,6 +143,16 @@ def fold_program(fold: Fold, name: str) -> Any:
                     _WRITE.get(tensor, _repeat)(fold, sources[tensor], targets[tensor], job - first)
                 first += count
         return builder.get()
+
+
+def folded_launches(fold: Fold | None, kernel: Any) -> Scheduled:
+    """The launch of a kernel that waits by itself for the launch before it; the fold goes first, where there is one."""
+    import tvm
+
+    programs = {"conv2d_fold": fold_program(fold, "conv2d_fold")} if fold else {}
+    programs["conv2d"] = kernel
+    launches = [Launch(name, tuple(str(p.name) for p in f.params), overlap=True) for name, f in programs.items()]
+    return Scheduled(tvm.IRModule(programs), tuple(launches), fold.scratch if fold else ())
 
 
 def _between(value: Any, low: int, high: int) -> Any:
