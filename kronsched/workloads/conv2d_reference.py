@@ -101,7 +101,10 @@ def _requantised(conv: Conv2d, acc: torch.Tensor, named: dict[str, torch.Tensor]
 
 
 def torch_conv2d(conv: Conv2d, *inputs: torch.Tensor) -> tuple[str, Callable[[], torch.Tensor]]:
-    """(name, call) of torch.nn.functional.conv2d without the epilogue, channels-last; float16 in place of int8 and fp8."""
+    """(name, call) of torch.nn.functional.conv2d without the epilogue, channels-last.
+
+    float16 in place of int8 and fp8; on a CPU float32 in place of all three, as torch convolves float16 far more slowly there.
+    """
     import torch
     from torch.nn.functional import conv2d
 
@@ -109,7 +112,8 @@ def torch_conv2d(conv: Conv2d, *inputs: torch.Tensor) -> tuple[str, Callable[[],
     if conv.in_dtype in FOUR_BIT:
         x, w = unpack_int4(x, signed=conv.in_dtype == "int4"), unpack_int4(w)
     x = x if conv.layout == "NHWC" else from_blocks(x)
-    dtype = x.dtype if conv.in_dtype in ("float16", "bfloat16") else torch.float16
+    half = torch.float32 if x.device.type == "cpu" else torch.float16
+    dtype = torch.bfloat16 if conv.in_dtype == "bfloat16" else half
     image, weight = (t.to(dtype).permute(0, 3, 1, 2) for t in (x, w))  # NCHW by shape, NHWC in memory
     attrs: dict[str, Any] = {
         "stride": conv.stride,

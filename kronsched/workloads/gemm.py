@@ -219,16 +219,21 @@ class Gemm(Workload):
         return torch.cat([x @ self._dequantised(inputs, start, start + step) for start in tiles], dim=1)[:, : self.n]
 
     def baseline(self, *inputs: torch.Tensor) -> tuple[str, Callable[[], Any]]:
-        """(name, callable) of what a user would run without kronsched: torch's matmul on weights dequantised beforehand."""
+        """(name, callable) of what a user would run without kronsched: torch's matmul on weights dequantised beforehand.
+
+        In a_dtype; on a CPU float32 in place of float16, which torch multiplies far more slowly there.
+        """
         import torch
 
         if self.is_dense:
             return dense.dense_baseline(self, *inputs)
-        x = self._packed_rows(*inputs).to(inputs[0].dtype)
+        slow = self.a_dtype == "float16" and inputs[0].device.type == "cpu"
+        dtype = torch.float32 if slow else inputs[0].dtype
+        x = self._packed_rows(*inputs).to(dtype)
         step = max(1, _REFERENCE_ELEMENTS // (TILE_N * self.layout.k_packed))
         tiles = range(0, self.layout.words[0], step)
         weights = torch.cat([self._dequantised(inputs, i, i + step).to(x.dtype) for i in tiles], dim=1)[:, : self.n].contiguous()
-        return f"torch matmul {self.a_dtype}", lambda: x @ weights
+        return f"torch matmul {str(dtype).removeprefix('torch.')}", lambda: x @ weights
 
     def _packed_rows(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Columns of x in float64 in the order of the packed rows, zeros for padding: (m, k_packed)."""

@@ -126,5 +126,5 @@ def test_uint4_is_another_name_for_int4() -> None:
 def test_baseline_is_a_matmul_on_dequantised_weights() -> None:
     w, x, pw, want = problem({"m": 4, "n": 70, "k": 300, "zero": "asymmetric", "g_idx": True})
     name, call = w.baseline(*w.flatten_args((x, pw)))
-    assert name == "torch matmul float16"
-    assert max_relative_error(call(), want) < 5e-3
+    assert name == "torch matmul float32"  # on a CPU
+    assert max_relative_error(call(), want) < 1e-5
