@@ -9,8 +9,8 @@ Where its defaults are for hours, it gets what suits minutes: small populations 
 second round on (by default after 100 candidates).
 
 Known limits of MetaSchedule in TVM 0.27, whose default is `repaired=False`:
-  * tensor intrinsics: wmma 16×16×16 for float16 and int8 only; its rule for int8 pipelines no copies (told to, 7 of 16 candidates
-    of a layer did not build);
+  * tensor intrinsics: wmma 16×16×16 for float16 and int8 only; its rule for int8 pipelines no copies (told to, many
+    candidates do not build);
   * TVM's storage rewrite lets buffers of different dtypes share memory, after which wmma's loads of most candidates are refused
     ("tvm_access_ptr element type must match the source buffer"). repaired=True builds with that pass switched off;
   * its kernels include crt/mma.h, which the wheels of CUDA's runtime do not bring along;

@@ -105,8 +105,7 @@ class GemmW4A16Wgmma(Schedule):
 
         def launch(name: str, func: Any) -> None:
             funcs[name] = func.with_attr("global_symbol", name)
-            # A gather that starts early gets the few multiprocessors that the kernel before leaves idle, and is bound by them:
-            # 70 µs instead of 37 with 16 rows and 16384² weights on an H200.
+            # A gather that starts early gets the few multiprocessors that the kernel before leaves idle, and is bound by them.
             overlaps = plan.start != "serial" and not (workload.act_order and name == PREPARE)
             launches.append(Launch(name, tuple(str(p.name) for p in func.params), overlap=overlaps))
 

@@ -3,8 +3,8 @@
     global ── registers ─ a_2 ─ a_3 ── shared ── registers ─ a_1 ─ a_0 ── shared ── registers ─ a_4 ── global
                            next row on its way (registers, cp.async)
 
-Longer stretches of the third phase without a branch issue fewer instructions and are slower: 94 µs after 91 with 1024 rows on an
-H200. So is a loop of the third phase and the next row's first one, unit by unit: 116 µs.
+Longer stretches of the third phase without a branch issue fewer instructions and are slower on an H200. So is a loop of
+the third phase and the next row's first one, unit by unit.
 
 In the first two phases the factor is operand A of mma.m16n8k8, its high part in rows 0-7 and its low part in rows 8-15, and the
 data operand B: two multiplications, by the high and the low part of the data, make all four products of 64 sums, which are added
