@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,16 @@ class Device:
         """The torch device string, "cuda:0" or "cpu"."""
         return f"cuda:{self.index}" if self.kind == "cuda" else "cpu"
 
-    def tvm_target(self) -> tvm.target.Target:
-        """The TVM target with this device's true limits (built-in tags understate shared memory)."""
+    def tvm_target(self, without: Sequence[str] = ()) -> tvm.target.Target:
+        """The TVM target with this device's true limits (built-in tags understate shared memory).
+
+        without: features of an x86 CPU, by LLVM's names, that its code is not to use.
+        """
         import tvm
 
         if self.kind == "cpu":
-            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch, "num-cores": self.units})
+            removed = {"mattr": [f"-{name}" for name in without]} if without and self.arch.startswith("x86-64") else {}
+            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch, "num-cores": self.units, **removed})
         return tvm.target.Target(
             {
                 "kind": "cuda",
