@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kronsched.errors import ArgumentError, ArgumentTypeError, choose
 from kronsched.nn import w4a16_kernels
+from kronsched.nn.kept_dtypes import KeepsDtypes
 from kronsched.quant.layout import Layout
 from kronsched.quant.packed_weight import PackedWeight
 from kronsched.quant.quantize import round_to_nearest
@@ -17,7 +18,7 @@ from kronsched.quant.quantize import round_to_nearest
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-class W4A16Linear(nn.Module):
+class W4A16Linear(KeepsDtypes):
     """y = x W + bias with W from a `PackedWeight`: `nn.Linear` whose weight takes 4 bits and a scale a group of inputs.
 
     weight: packed weights (k, n): in_features = k, out_features = n.  bias: (n,) or None.  dtype: float16 or bfloat16, of x, y,
@@ -28,7 +29,8 @@ class W4A16Linear(nn.Module):
     Kernels are built when a bucket of rows is first needed (`prepare` builds ahead) and shared by layers of the same shape: m
     tuned exactly, else powers of two, with the config of the nearest tuned m; for many rows dequantised weights and torch's
     matmul, from where a record of this GPU says (see w4a16_library.py). `kronsched.nn.w4a16_kernels.clear` forgets them.
-    State dicts go between layers of the same shapes and kind of zeros. `.to(dtype)` also changes the dtype of x.
+    State dicts go between layers of the same shapes and kind of zeros. `.to(dtype)` also changes the dtype of x, which has to
+    be one of the two for a call; words and float zeros (float32) stay as they are.
     Raises ArgumentError or ArgumentTypeError naming the argument.
     """
 
@@ -93,6 +95,9 @@ class W4A16Linear(nn.Module):
         """Of x and y."""
         return self.scales.dtype
 
+    def _kept(self) -> tuple[str, ...]:
+        return ("words", "perm", "order", *(("zeros",) if self.zero_point == "float" else ()))
+
     @property
     def _kind(self) -> tuple[int, int, str, bool]:
         return self.out_features, self.group_size, self.zero_point, self.act_order
@@ -122,7 +127,7 @@ class W4A16Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Y (…, out_features) of x (…, in_features)."""
         dtype, kind = self.scales.dtype, x.device.type
-        if x.dtype != dtype or torch.is_autocast_enabled(kind):
+        if x.dtype != dtype or dtype not in DTYPES or torch.is_autocast_enabled(kind):
             x, dtype = self._cast(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ArgumentError(f"x has shape {tuple(x.shape)}, (…, {self.in_features}) is needed")
@@ -153,6 +158,9 @@ class W4A16Linear(nn.Module):
             dtype = torch.get_autocast_dtype(kind)
             if dtype in DTYPES:
                 return x.to(dtype), dtype
+        if self.dtype not in DTYPES:
+            given = str(self.dtype)[6:]
+            raise ArgumentTypeError(f"this layer was cast to {given}, float16 or bfloat16 is needed: call to(torch.float16)")
         if x.dtype != self.dtype:
             raise ArgumentTypeError(f"x has dtype {str(x.dtype)[6:]}, {str(self.dtype)[6:]} is needed, as this layer has")
         return x, self.dtype

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES, dtype_of
@@ -40,6 +40,8 @@ LIMITS: Mapping[str, tuple[int, int]] = {"int8": (-128, 127), "int4": (-8, 7), "
 FOUR_BIT = ("int4", "uint4")
 """Dtypes of which a byte of an int8 tensor holds two: the lower half is the channel with the even number."""
 MAX_ELEMENTS = 2**31 - 1
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+_LARGEST_PRODUCT: Mapping[str, int] = {"int8": 2**14, "int4": 2**6, "uint4": 15 * 8}
 LAYOUTS = ("NHWC", "NHWCnc")
 IMAGES, CHANNEL_BYTES = 8, 32
 """A block of NHWCnc: so many images by so many bytes of channels of one pixel lie together."""
@@ -65,8 +67,10 @@ class Conv2d(Workload):
     one in the lower half (`kronsched.workloads.int4`); their last extent is half as many channels.
     has_scale: an input scale (c_out,) float32; by default where the output is int8 or of 4 bits.  has_bias: an input bias
     (c_out,), int32 for integer inputs, else float32.  has_residual: an input residual of y's shape and dtype; for int8 output its
-    values are multiplied by residual_scale (1,) float32.  relu: negative results become 0. Sums are int32 or float32. A NaN or
-    Inf of fp8 propagates.
+    values are multiplied by residual_scale (1,) float32.  relu: negative results become 0. Sums are int32 or float32; a bias that
+    takes an int32 sum out of its range wraps around. A NaN or Inf of fp8 propagates; integer results of a scale that is NaN or
+    infinite are not defined.
+    The product Y (m, n) = X (m, k) Wᵀ with the same epilogue is a dense `Gemm`.
     layout: of x and y: "NHWC", or "NHWCnc", (n / 8, h, w, c / b, 8, b) with 32 bytes of b channels (kronsched.workloads.blocked).
     A call is `mod(x, w, scale=…, bias=…, residual=…)`; a scale may be a number, and is 1 when left out.
     Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
@@ -97,7 +101,7 @@ class Conv2d(Workload):
     def __post_init__(self) -> None:
         """Validate and normalise to ints and pairs."""
         for name in ("n", "h", "w", "c_in", "c_out", "groups"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), 1))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         for name, least in (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1)):
             object.__setattr__(self, name, _pair(name, getattr(self, name), least))
         self._check_dtypes()
@@ -108,6 +112,7 @@ class Conv2d(Workload):
         for name in ("c_in", "c_out"):
             if getattr(self, name) % self.groups:
                 raise ArgumentError(f"{name}={getattr(self, name)} is not a multiple of groups={self.groups}")
+        self._check_depth()
         self._check_layout()
         if min(self.out_hw) < 1:
             raise ArgumentError(f"kernel={self.kernel} does not fit into h={self.h}, w={self.w} with padding={self.padding}")
@@ -123,6 +128,15 @@ class Conv2d(Workload):
         if self.out_dtype not in allowed:
             raise choose("out_dtype", self.out_dtype, allowed)
         self._check_four_bit()
+
+    def _check_depth(self) -> None:
+        product = _LARGEST_PRODUCT.get(self.in_dtype)
+        if product is not None and self.depth * product >= 2**31:
+            most = (2**31 - 1) // product
+            raise UnsupportedError(
+                f"c_in={self.c_in}, kernel={_show(self.kernel)} is not supported with {self.in_dtype}: "
+                f"sums of {self.depth} products (more than {most}) may overflow int32"
+            )
 
     def _check_four_bit(self) -> None:
         if self.in_dtype not in FOUR_BIT:
@@ -162,6 +176,11 @@ class Conv2d(Workload):
     def to_dict(self) -> dict[str, Any]:
         """As `Workload.to_dict`; the usual layout goes without saying, so that keys are those of logs that knew no other."""
         return {name: value for name, value in super().to_dict().items() if (name, value) != ("layout", "NHWC")}
+
+    @property
+    def plain(self) -> Conv2d:
+        """The same convolution with no more than the scale that rounding to an integer takes."""
+        return replace(self, has_scale=self.requantised, has_bias=False, has_residual=False, relu=False)
 
     # -- shape --------------------------------------------------------------------------------------
 
@@ -268,7 +287,7 @@ class Conv2d(Workload):
             if value is None and not spec.name.endswith("scale"):
                 raise ArgumentError(f"{spec.name} is missing: {self.label} needs {spec.name}=…")
             if value is None or isinstance(value, int | float):
-                value = _filled(spec, 1.0 if value is None else float(value), flat[0])
+                value = filled(spec, 1.0 if value is None else value, flat[0])
             flat.append(value)
         if named:
             raise self._unknown(next(iter(named)))
@@ -317,8 +336,9 @@ def _stored(name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
     return TensorSpec(name, shape, dtype)
 
 
-def _filled(spec: TensorSpec, value: float, like: Any) -> Any:
+def filled(spec: TensorSpec, value: float, like: Any) -> Any:
     """A constant array of the kind and device of `like`."""
+    value = real(spec.name, value)
     if type(like).__module__ == "numpy":
         import numpy as np
 
@@ -326,6 +346,15 @@ def _filled(spec: TensorSpec, value: float, like: Any) -> Any:
     import torch
 
     return torch.full(spec.shape, value, dtype=DTYPES[spec.dtype].torch(), device=getattr(like, "device", None))
+
+
+def real(name: str, value: Any) -> float:
+    """A number that float32 can hold, as a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name}={value!r} must be an int or float, or a floating tensor of the right shape")
+    if not -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32:
+        raise ArgumentError(f"{name} is not allowed: a finite number within ±{_LARGEST_FLOAT32:.4g} is needed")
+    return float(value)
 
 
 def _show(pair: tuple[int, int], same: str = "") -> str:
@@ -338,12 +367,13 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
     if isinstance(value, list | tuple):
         if len(value) != 2:
             raise ArgumentError(f"{name}={value!r} is not allowed: an int or a pair of ints is needed")
-        return _integer(name, value[0], least), _integer(name, value[1], least)
-    one = _integer(name, value, least)
+        return integer(name, value[0], least), integer(name, value[1], least)
+    one = integer(name, value, least)
     return one, one
 
 
-def _integer(name: str, value: Any, least: int) -> int:
+def integer(name: str, value: Any, least: int) -> int:
+    """An int of any kind, of a least value."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ArgumentTypeError(f"{name}={value!r} must be an int ≥ {least}")
     number = int(value.__index__())

@@ -99,6 +99,18 @@ def test_weights_with_zeros(zeros: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(layer.packed().unpack(), cases.dense(c) / 16, rtol=1e-2, atol=0)
 
 
+def test_casts_keep_words_and_float_zeros() -> None:
+    c = cases.layer(K, N, 32, zeros="float")
+    layer = W4A16Linear(quant.pack(c["q"], c["scales"] / 16, c["zeros"], 32), dtype=torch.float16)
+    words, zeros = layer.words, layer.zeros
+    model = nn.Sequential(layer).bfloat16().type(torch.float16)
+    assert torch.equal(layer.words, words) and zeros is not None and torch.equal(layer.zeros, zeros)  # type: ignore[arg-type]
+    assert layer.zeros.dtype == torch.float32 and layer.dtype == torch.float16  # type: ignore[union-attr]
+    for x in (rows(3, K, dtype=torch.float32), rows(3, K, dtype=torch.float16)):
+        with pytest.raises(ArgumentTypeError, match="this layer was cast to float32, float16 or bfloat16 is needed"):
+            model.float()(x)
+
+
 @pytest.mark.parametrize(("k", "where"), [(96, "before"), (80, "inside")])
 def test_act_order(k: int, where: str) -> None:
     c = cases.layer(k, N, 32)

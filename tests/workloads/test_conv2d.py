@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kronsched.errors import ArgumentError, ArgumentTypeError
+import kronsched
+from kronsched import registry
+from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from kronsched.hardware import resolve_target
+from kronsched.records import database
 from kronsched.workloads.conv2d import Conv2d, parse_pair
 from kronsched.workloads.gemm import Gemm
 from tests.contract.workload_battery import run_functions
@@ -27,6 +31,35 @@ def test_output_size_of_strides_padding_and_dilation() -> None:
     y = torch.nn.functional.conv2d(torch.zeros(2, 4, 11, 8), torch.zeros(4, 4, 3, 5), None, (2, 1), (1, 2), (2, 1))
     assert conv.output.shape == (2, *y.shape[2:], 4)
     assert conv.flops == 2 * 2 * y.shape[2] * y.shape[3] * 4 * 15 * 4
+
+
+def test_sums_fit_into_int32() -> None:
+    with pytest.raises(UnsupportedError, match=r"c_in=14564, kernel=3x3 is not .* sums of 131076 products \(more than 131071\)"):
+        Conv2d(1, 3, 3, 14564, 8, 3)
+    assert Conv2d(1, 3, 3, 14563, 8, 3).depth == 131067
+    assert Conv2d(1, 3, 3, 14564, 8, 3, in_dtype="float16").sums_dtype == "float32"
+
+
+def test_a_product_with_an_epilogue_is_a_convolution() -> None:
+    conv = Conv2d(1, 6, 1, 20, 8, kernel=1, in_dtype="int8", has_bias=True, has_residual=True, relu=True)  # type: ignore[arg-type]
+    x, w, scale, bias, rest, factor = conv.make_inputs(0)
+    sums = Gemm(6, 8, 20, "int8", "int8", out_dtype="int32").reference(x.view(6, 20), w.view(8, 20)).float() + bias
+    wanted = (sums * scale).round() + (rest.view(6, 8).float() * factor).round()
+    y = kronsched.load(conv, device="cpu")(x, w, scale, bias, rest, factor)
+    assert torch.equal(y.view(6, 8), wanted.clamp(0, 127).to(torch.int8))
+    gemm = Gemm(6, 8, 20, "int8", "int8", out_dtype="int8", has_bias=True, has_residual=True, relu=True)
+    assert torch.equal(gemm.reference(x.view(6, 20), w.view(8, 20), scale, bias, rest.view(6, 8), factor), y.view(6, 8).double())
+
+
+def test_the_shipped_configs_serve_layers_with_an_epilogue() -> None:
+    layer = Conv2d(32, 14, 14, 256, 1024, 1, has_bias=True, has_residual=True, relu=True)  # type: ignore[arg-type]
+    assert layer.plain == Conv2d(32, 14, 14, 256, 1024, 1)  # type: ignore[arg-type]
+    half = Conv2d(8, 14, 14, 256, 256, 3, has_scale=True, relu=True, in_dtype="float16")  # type: ignore[arg-type]
+    assert half.plain == Conv2d(8, 14, 14, 256, 256, 3, in_dtype="float16")  # type: ignore[arg-type]
+    device = resolve_target("nvidia/h200")
+    record = database.ranked(layer.plain, device)[0]
+    schedule = registry.schedule(record.space["name"])
+    assert schedule.supports(layer, device) is None and schedule.space(layer, device).invalid(record.config) is None
 
 
 def test_pairs_on_the_command_line() -> None:
