@@ -20,8 +20,9 @@ from kronsched.dtypes import DTYPES
 from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.space import Config, Knob, SearchSpace, load_knobs
 from kronsched.workloads.base import Workload
+from kronsched.workloads.conv2d import FOUR_BIT
 from kronsched.workloads.gemm import Gemm
-from kronsched.workloads.gemm_dense import dense_inputs, rounded, widen
+from kronsched.workloads.gemm_dense import dense_inputs, results, widen
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -141,8 +142,7 @@ def _stages(w: Gemm, config: Config) -> tuple[list[Any], Any]:
     )
     kk = te.reduce_axis((0, k_padded), name="kk")
     acc = te.compute((w.m, n_padded), lambda i, j: te.sum(xp[i, kk] * turned[kk, j], axis=kk), name="acc")
-    y = te.compute((w.m, w.n), lambda i, j: rounded(w, acc[i, j], placeholders, i, j), name="y")
-    return list(placeholders.values()), y
+    return list(placeholders.values()), results(w, acc, placeholders)
 
 
 def _schedule(w: Gemm, config: Config) -> Any:
@@ -156,7 +156,8 @@ def _schedule(w: Gemm, config: Config) -> Any:
     rows, columns = int(config["rows"]), int(config["columns"])
 
     i, j = sch.get_loops(y)
-    block, inner = sch.split(j, [None, BLOCK_N * int(config["blocks"])])
+    packed = 2 if w.out_dtype in FOUR_BIT else 1  # columns of an element of y
+    block, inner = sch.split(j, [None, BLOCK_N * int(config["blocks"]) // packed])
     sch.reorder(block, i, inner)
     if config["parallel"]:
         sch.parallel(block)

@@ -13,7 +13,7 @@ from typing import Any
 from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.gemm_dense import has_scales
 
-_PACK = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}
+PACK = {"float16": "cvt.rn.f16x2.f32", "bfloat16": "cvt.rn.bf16x2.f32"}
 
 
 class Epilogue:
@@ -78,7 +78,7 @@ class Epilogue:
         from tvm.tirx.script.builder import ir as I
 
         high, low = self.value(index + 1, scale + 1), self.value(index, scale)
-        I.evaluate(T.ptx[_PACK[str(self.y.dtype)]](self.packed[to], high, low))
+        I.evaluate(T.ptx[PACK[str(self.y.dtype)]](self.packed[to], high, low))
 
     # -- stores -------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Epilogue:
             return
         with I.If(column < n), I.Then():
             to = self.y.ptr_to([*place, column])
-            if dtype in _PACK:
+            if dtype in PACK:
                 self.pack(0, index, 0)
                 I.evaluate(T.ptx["st.global.b32"](to, self.packed[0]))
             else:
@@ -107,4 +107,4 @@ class Epilogue:
         from tvm.script import tirx as T
 
         dtype = str(self.y.dtype)
-        return T.Cast(dtype, self.value(index, scale)) if dtype in _PACK else T.reinterpret(dtype, self.sums[index])
+        return T.Cast(dtype, self.value(index, scale)) if dtype in PACK else T.reinterpret(dtype, self.sums[index])

@@ -14,6 +14,7 @@ from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.schedules.gemm_dense_mma_plan import MmaPlan, mma_features, plan_mma
 from kronsched.space import Config, Knob, SearchSpace, load_knobs
 from kronsched.workloads.base import Workload
+from kronsched.workloads.conv2d import FOUR_BIT
 from kronsched.workloads.gemm import Gemm
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class GemmDenseMma(Schedule):
         assert isinstance(workload, Gemm)
         if not workload.is_dense:
             return f"b_dtype={workload.b_dtype}: {self.name} multiplies dense matrices"
-        if workload.a_dtype == "int4":
-            return "a_dtype=int4: there is gemm_int4_cuda for it"
+        if workload.a_dtype in FOUR_BIT:
+            return f"a_dtype={workload.a_dtype}: there is gemm_int4_cuda for it"
         major = int(device.arch.removeprefix("sm_").rstrip("abcdefghijklmnopqrstuvwxyz")[:-1])
         return None if major >= 8 else f"{self.name} needs sm_80 or later, {device.name} is {device.arch}"
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from kronsched.dtypes import DTYPES
 from kronsched.schedules.gemm_dense_epilogue import Epilogue
+from kronsched.schedules.gemm_dense_fused import Fused
 from kronsched.schedules.gemm_dense_mma_plan import ROW_BYTES, MmaPlan
 from kronsched.workloads.float8 import FLOAT8, widened
 from kronsched.workloads.gemm_dense import dense_inputs
+from kronsched.workloads.gemm_epilogue import has_epilogue
 
 _MMA = {
     "float16": "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
@@ -29,7 +31,7 @@ _STEPS = ROW_BYTES // 32
 
 
 def mma_kernel(plan: MmaPlan, name: str) -> Any:
-    """The PrimFunc over x, w, [x_scale, w_scale] and y."""
+    """The PrimFunc over the workload's inputs and y."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
 
@@ -176,7 +178,8 @@ class _Kernel:
         from tvm.tirx.script.builder import ir as I
 
         plan, m = self.plan, self.plan.workload.m
-        out = Epilogue(plan.workload, self.sums, self.tensors, self.y, self.lane)
+        kind = Fused if has_epilogue(plan.workload) else Epilogue
+        out = kind(plan.workload, self.sums, self.tensors, self.y, self.lane)
         row, column = I.Bind(self.row + self.warp_row), I.Bind(self.column + self.warp_column)
         for i in range(plan.warp_m // 16):
             out.load_row_scales(row + i * 16)

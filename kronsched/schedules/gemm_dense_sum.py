@@ -1,4 +1,4 @@
-"""Adds up the partial sums of a dense Gemm with split_k > 1, in order: y = round(Σ_s p[s] · x_scale · w_scale)."""
+"""Adds up the partial sums of a dense Gemm with split_k > 1, in order: y = round(Σ_s p[s] · x_scale · w_scale), or more."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from kronsched.dtypes import DTYPES
 from kronsched.workloads.gemm import Gemm
-from kronsched.workloads.gemm_dense import dense_inputs, has_scales
+from kronsched.workloads.gemm_dense import dense_inputs, rounded
 
 _THREADS = 256
 
 
 def sum_kernel(w: Gemm, parts: int, name: str) -> Any:
-    """The PrimFunc over p (parts, m, n) in float32 or int32, [x_scale, w_scale] and y: one thread an element."""
+    """The PrimFunc over p (parts, m, n) in float32 or int32, the inputs after x and w, and y: one thread an element."""
     from tvm.script import tirx as T
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
@@ -22,7 +22,7 @@ def sum_kernel(w: Gemm, parts: int, name: str) -> Any:
         with I.prim_func():
             I.func_name(name)
             p = I.arg("p", I.buffer((parts, w.m, w.n), wide))
-            scales = [I.arg(t.name, I.buffer(t.shape, t.dtype)) for t in dense_inputs(w)[2:]] if has_scales(w) else []
+            tensors = {t.name: I.arg(t.name, I.buffer(t.shape, t.dtype)) for t in dense_inputs(w)[2:]}
             y = I.arg("y", I.buffer((w.m, w.n), w.out_dtype))
             I.device_entry()
             cta = IRBuilder.name("cta", I.cta_id([-(-w.m * w.n // _THREADS)]))
@@ -34,7 +34,5 @@ def sum_kernel(w: Gemm, parts: int, name: str) -> Any:
                 value = p[0, i, j]
                 for s in range(1, parts):
                     value = value + p[s, i, j]
-                if scales:
-                    value = T.Cast("float32", value) * scales[0][i] * scales[1][j]
-                I.buffer_store(y, T.Cast(w.out_dtype, value), [i, j])
+                I.buffer_store(y, rounded(w, value, tensors, i, j), [i, j])
         return builder.get()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kronsched.schedules.gemm_dense_fused_store import FusedStore
 from kronsched.schedules.gemm_dense_pad import PADDED
 from kronsched.schedules.gemm_dense_wgmma_mainloop import Mainloop, Ring, evaluate
 from kronsched.schedules.gemm_dense_wgmma_plan import PANEL_BYTES, REGISTERS, ROW_BYTES, DensePlan
@@ -33,7 +34,7 @@ LOAD_MULTICAST = f"{LOAD}.multicast::cluster"
 
 
 def main_kernel(plan: DensePlan, name: str) -> Any:
-    """The PrimFunc over x, w, [x_scale, w_scale] and y, or x, w and p."""
+    """The PrimFunc over the workload's inputs and y, or x, w and p."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
 
@@ -42,7 +43,7 @@ def main_kernel(plan: DensePlan, name: str) -> Any:
         with I.prim_func():
             I.func_name(name)
             inputs = {t.name: t for t in dense_inputs(w)}
-            wanted = list(inputs) if plan.scaled else ["x", "w"]
+            wanted = list(inputs) if plan.split_k == 1 else ["x", "w"]
             names = PADDED if plan.padded else {}
             tensors = {n: I.arg(names.get(n, n), I.buffer(inputs[n].shape, inputs[n].dtype)) for n in wanted}
             shape = (w.m, w.n) if plan.split_k == 1 else (plan.split_k, w.m, w.n)
@@ -53,7 +54,9 @@ def main_kernel(plan: DensePlan, name: str) -> Any:
                 maps["y"] = _tensor_map(y, "y", plan.out_dtype, (w.n, w.m), (plan.panel_columns, 64), l2=0)
             I.device_entry()
             with I.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}):
-                WgmmaKernel(plan, tensors, y, maps).emit()
+                kernel = WgmmaKernel(plan, tensors, y, maps)
+                kernel.store = FusedStore if plan.fused else Store
+                kernel.emit()
         return builder.get()
 
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
 from kronsched.space import Config
+from kronsched.workloads.conv2d import FOUR_BIT
 from kronsched.workloads.gemm import Gemm
-from kronsched.workloads.gemm_dense import MAX_INT8_K, has_scales
+from kronsched.workloads.gemm_dense import MAX_INT8_K
+from kronsched.workloads.gemm_epilogue import has_epilogue
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -162,9 +164,9 @@ class DensePlan:
         return wide if self.split_k > 1 else self.workload.out_dtype
 
     @property
-    def scaled(self) -> bool:
-        """Whether the kernel applies the scales itself."""
-        return self.split_k == 1 and has_scales(self.workload)
+    def fused(self) -> bool:
+        """Whether the kernel applies an epilogue itself."""
+        return self.split_k == 1 and has_epilogue(self.workload)
 
     @property
     def panel_columns(self) -> int:
@@ -195,6 +197,8 @@ def plan_dense(w: Gemm, config: Config, device: Device) -> DensePlan:
         raise InvalidConfig(f"cluster={cluster}: there are {plan.m_tiles} tiles along m")
     if split_k > 1 and (split_k - 1) * plan.unit_trips >= plan.trips:
         raise InvalidConfig(f"split_k={split_k}: k has {plan.trips} trips")
+    if block_n > plan.panel_columns and block_n % plan.panel_columns:
+        raise InvalidConfig(f"block_n={block_n}: results are staged {plan.panel_columns} columns at a time")
     blocks = cluster * min(plan.units, max(1, device.units // cluster))
     plan = replace(plan, blocks=blocks, span=_span(plan, device), padded=padded)
     if plan.shared_bytes > device.shared_per_block:
@@ -209,9 +213,9 @@ def whole_k(w: Gemm) -> int:
 
 
 def _span(plan: DensePlan, device: Device) -> int:
-    """Staging panels a warpgroup: as many as fit, a divisor of the panels of its tile; 0 where rows of Y rule out TMA."""
+    """Staging panels a warpgroup: as many as fit, a divisor of its panels; 0 where rows of Y or tiles rule out TMA."""
     w = plan.workload
-    if plan.split_k > 1 or w.n * DTYPES[w.out_dtype].itemsize % 16:
+    if plan.split_k > 1 or w.n * DTYPES[w.out_dtype].itemsize % 16 or plan.block_n < plan.panel_columns:
         return 0
     panels = plan.block_n // plan.panel_columns
     free = device.shared_per_block - plan.shared_bytes
@@ -220,8 +224,8 @@ def _span(plan: DensePlan, device: Device) -> int:
 
 def why_not(w: Gemm, device: Device) -> str | None:
     """None when the schedule serves the workload on the device, else one line."""
-    if w.a_dtype == "int4":
-        return "a_dtype=int4: there is gemm_int4_cuda for it"
+    if w.a_dtype in FOUR_BIT:
+        return f"a_dtype={w.a_dtype}: there is gemm_int4_cuda for it"
     if not w.is_dense:
         return f"b_dtype={w.b_dtype}: it multiplies dense matrices"
     if device.arch != "sm_90a":

@@ -9,8 +9,9 @@ from kronsched.schedules.base import Schedule, Scheduled
 from kronsched.schedules.conv2d_cuda_int4 import Conv2dCudaInt4
 from kronsched.space import Config, SearchSpace, load_knobs
 from kronsched.workloads.base import Workload
-from kronsched.workloads.conv2d import Conv2d
+from kronsched.workloads.conv2d import FOUR_BIT
 from kronsched.workloads.gemm import Gemm
+from kronsched.workloads.gemm_epilogue import as_conv2d
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -21,7 +22,7 @@ _FIXED = ("cache", "order")
 
 
 class GemmInt4Cuda(Schedule):
-    """int4 times int4 into int32: natively on sm_80 to sm_89, by way of int8 elsewhere."""
+    """int4 or uint4 times int4 into int32 or 4 bits: natively on sm_80 to sm_89, by way of int8 elsewhere."""
 
     name: ClassVar[str] = "gemm_int4_cuda"
     family: ClassVar[str] = "gemm"
@@ -31,7 +32,7 @@ class GemmInt4Cuda(Schedule):
     def supports(self, workload: Workload, device: Device) -> str | None:
         """None for dense int4 that conv2d_cuda_int4 takes."""
         assert isinstance(workload, Gemm)
-        if not workload.is_dense or workload.a_dtype != "int4":
+        if not workload.is_dense or workload.a_dtype not in FOUR_BIT:
             return f"a_dtype={workload.a_dtype}, b_dtype={workload.b_dtype}: it multiplies int4 by int4"
         if workload.n % 2:
             return f"n={workload.n}: it stores two columns at a time, so an even n is needed"
@@ -62,8 +63,3 @@ class GemmInt4Cuda(Schedule):
         """The values of `_FIXED`: small copies go through L1 whatever is asked for."""
         values = {k.name: k.values[0] for k in _CONV.space(as_conv2d(workload), device).knobs}
         return {name: values[name] for name in _FIXED}
-
-
-def as_conv2d(gemm: Gemm) -> Conv2d:
-    """The same product as a convolution: rows of X are pixels."""
-    return Conv2d(1, 1, gemm.m, gemm.k, gemm.n, (1, 1), in_dtype="int4", out_dtype="int32")

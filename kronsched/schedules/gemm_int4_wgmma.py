@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kronsched.schedules.base import Launch, Schedule, Scheduled
 from kronsched.schedules.gemm_dense_wgmma import GemmDenseWgmma
 from kronsched.schedules.gemm_dense_wgmma_plan import plan_dense
-from kronsched.schedules.gemm_int4_cuda import as_conv2d
 from kronsched.space import Config, Knob, SearchSpace, load_knobs
 from kronsched.workloads.base import TensorSpec, Workload
+from kronsched.workloads.conv2d import FOUR_BIT
 from kronsched.workloads.gemm import Gemm
+from kronsched.workloads.gemm_epilogue import PARTS, as_conv2d
 
 if TYPE_CHECKING:
     from kronsched.hardware import Device
@@ -27,7 +28,7 @@ _BYTES = GemmDenseWgmma()
 
 
 class GemmInt4Wgmma(Schedule):
-    """int4 times int4 into int32 on sm_90a; any m and n."""
+    """int4 or uint4 times int4 into int32 on sm_90a; any m and n."""
 
     name: ClassVar[str] = "gemm_int4_wgmma"
     family: ClassVar[str] = "gemm"
@@ -37,8 +38,10 @@ class GemmInt4Wgmma(Schedule):
     def supports(self, workload: Workload, device: Device) -> str | None:
         """None for dense int4 on sm_90a."""
         assert isinstance(workload, Gemm)
-        if not workload.is_dense or workload.a_dtype != "int4":
+        if not workload.is_dense or workload.a_dtype not in FOUR_BIT:
             return f"a_dtype={workload.a_dtype}, b_dtype={workload.b_dtype}: it multiplies int4 by int4"
+        if workload.out_dtype != "int32":
+            return f"out_dtype={workload.out_dtype}: there is gemm_int4_cuda for it"
         return _BYTES.supports(as_bytes(workload), device)
 
     def space(self, workload: Workload, device: Device) -> SearchSpace:
@@ -85,7 +88,8 @@ class GemmInt4Wgmma(Schedule):
 
 def as_bytes(gemm: Gemm) -> Gemm:
     """The same product of int8, with zeros at the end of rows of k that are no whole 16 bytes."""
-    return Gemm(gemm.m, gemm.n, -(-gemm.k // 16) * 16, "int8", "int8", out_dtype="int32")
+    parts = {name: getattr(gemm, name) for name in PARTS}
+    return Gemm(gemm.m, gemm.n, -(-gemm.k // 16) * 16, "int8", "int8", out_dtype="int32", **parts)
 
 
 def _whole(config: Config, inner: SearchSpace) -> Config:

@@ -8,8 +8,8 @@ Read first: `Gemm`, `w4_stages` (the TensorIR).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES, dtype_of
@@ -18,6 +18,8 @@ from kronsched.quant.layout import NEUTRAL, TILE_K, TILE_N, Layout, row_groups, 
 from kronsched.quant.packed_weight import MAX_ZERO, PackedWeight, check_group_size, check_zero_point
 from kronsched.workloads import gemm_dense as dense
 from kronsched.workloads.base import TensorSpec, Workload
+from kronsched.workloads.gemm_epilogue import PARTS, check_parts, flattened, has_epilogue, requantised
+from kronsched.workloads.gemm_packed import packed_args
 
 if TYPE_CHECKING:
     import torch
@@ -33,19 +35,26 @@ _REFERENCE_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True)
 class Gemm(Workload):
-    """Y = X W: X (m, k); W 4-bit with a scale a group of rows, or dense (n, k) in X's dtype; sums in float32 (int8: int32).
+    """Y = X W: X (m, k); W 4-bit with a scale a group of rows, or dense (n, k) in X's dtype; sums in float32 or int32.
 
-    m, n, k: ≥ 1, any.  a_dtype: float16 or bfloat16; dense also int8, int4, float8_e4m3fn, float8_e5m2.  b_dtype: a_dtype
-    (dense), or int4; uint4 is another name for it, as values are stored as 0 to 15 and the zero point says what they mean.
-    out_dtype: of Y: a_dtype, or for 8-bit inputs float16, bfloat16 or (int8) int32; int32 for int4, whose X and W are int8
-    tensors of half as many columns, two values a byte (`kronsched.workloads.int4`), k even.
+    m, n, k: ≥ 1, any.  a_dtype: float16 or bfloat16; dense also int8, int4, uint4, float8_e4m3fn, float8_e5m2.  b_dtype:
+    a_dtype (dense; int4 for uint4), or int4; uint4 is another name for it, as values are stored as 0 to 15 and the zero point
+    says what they mean.  out_dtype: of Y: a_dtype; for 8-bit inputs float16 or bfloat16, for int8 also int32 or int8; for int4
+    and uint4 int32 or 4 bits. Dense tensors of 4 bits are int8 of half as many columns, two values a byte
+    (`kronsched.workloads.int4`).
 
     4-bit only: group_size: rows of k that share a scale, a multiple of 32, or -1 for all.  zero_point: "symmetric" (8),
     "asymmetric" (integers 0 to 16) or "float".  act_order: rows of W are sorted by group, x is gathered by the kernel (without
     it, before the call).
 
+    Dense only (gemm_epilogue.py says what is computed): has_bias: an input bias (n,), int32 where no float comes before it, else
+    float32.  has_residual: an input residual of Y's shape and dtype, for int8 multiplied by residual_scale (1,).  relu: negative
+    results become 0.  Results of int8 and 4 bits are requantised by an input scale (n,): halves to even, saturated. A bias that
+    takes an int32 sum out of its range wraps around; results of a scale that is NaN or infinite are not defined.
+
     A call is `mod(x, pw)` with pw from `kronsched.quant.pack`; dense `mod(x, w)` with w as in nn.Linear; 8-bit inputs with a
-    floating output `mod(x, w, x_scale, w_scale)`: float32 scales of the rows of x (m,) and of w (n,).
+    floating output `mod(x, w, x_scale, w_scale)`: float32 scales of the rows of x (m,) and of w (n,); an epilogue's inputs follow
+    by name, `mod(x, w, scale=…, bias=…, residual=…)`.
     Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
     """
 
@@ -61,7 +70,10 @@ class Gemm(Workload):
     )
     zero_point: str = field(default="symmetric", metadata={"help": "4-bit: symmetric, asymmetric (integers) or float"})
     act_order: bool = field(default=False, metadata={"help": "4-bit: rows of W are sorted by group (g_idx)"})
-    out_dtype: str = field(default="", metadata={"help": "dtype of Y; default: that of X, 8-bit X: float16 or bfloat16"})
+    out_dtype: str = field(default="", metadata={"help": "dtype of Y: that of X; 8-bit X: float16 or bfloat16 by default"})
+    has_bias: bool = field(default=False, metadata={"help": "dense: bias a column of Y"})
+    has_residual: bool = field(default=False, metadata={"help": "dense: add a tensor of Y's shape"})
+    relu: bool = field(default=False, metadata={"help": "dense: set negative results to 0"})
 
     def __post_init__(self) -> None:
         """Validate and normalise."""
@@ -72,6 +84,7 @@ class Gemm(Workload):
             raise ArgumentTypeError(f"out_dtype={self.out_dtype!r} must be a dtype name")
         if self.a_dtype not in W4_A_DTYPES or (self.b_dtype in A_DTYPES and self.b_dtype not in W4_DTYPES):
             object.__setattr__(self, "out_dtype", dense.check_dense(self))
+            check_parts(self)
             self._check_size(max(self.m * self.k, self.m * self.n, self.n * self.k))
             return
         if self.b_dtype not in W4_DTYPES:
@@ -84,6 +97,7 @@ class Gemm(Workload):
         check_zero_point(self.zero_point)
         if not isinstance(self.act_order, bool):
             raise ArgumentTypeError(f"act_order={self.act_order!r} must be True or False")
+        check_parts(self)
         self._check_size(max(self.m * self.layout.k_packed, self.m * self.n, self.layout.n_packed * self.layout.k_packed // 8))
 
     def _check_size(self, largest: int) -> None:
@@ -93,8 +107,8 @@ class Gemm(Workload):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """As `Workload.to_dict`, without the fields that mean nothing for the kind of weights."""
-        left_out = _W4_FIELDS if self.is_dense else ("out_dtype",)
+        """As `Workload.to_dict`, without the fields that mean nothing for the kind of weights and parts that there are not."""
+        left_out = {*(_W4_FIELDS if self.is_dense else ("out_dtype",)), *(name for name in PARTS if not getattr(self, name))}
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     # -- shape --------------------------------------------------------------------------------------
@@ -102,7 +116,15 @@ class Gemm(Workload):
     @property
     def is_dense(self) -> bool:
         """Whether W is dense (n, k) rather than packed 4-bit."""
-        return self.b_dtype == self.a_dtype
+        return self.b_dtype == self.a_dtype or self.a_dtype == "uint4"
+
+    @property
+    def plain(self) -> Gemm:
+        """The product alone; in place of requantised results, the sums."""
+        if not has_epilogue(self):
+            return self
+        out_dtype = "int32" if requantised(self) else self.out_dtype
+        return replace(self, has_bias=False, has_residual=False, relu=False, out_dtype=out_dtype)
 
     @property
     def layout(self) -> Layout:
@@ -113,7 +135,7 @@ class Gemm(Workload):
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The tensors x, w (packed words), s (scales), then z (zeros) unless symmetric, then perm with act-order.
 
-        Dense: x, w, with scales x_scale and w_scale.
+        Dense: x, w, with scales x_scale and w_scale, with an epilogue scale, bias, residual, residual_scale.
         """
         if self.is_dense:
             return dense.dense_inputs(self)
@@ -132,7 +154,7 @@ class Gemm(Workload):
     @property
     def output(self) -> TensorSpec:
         """The tensor y (m, n)."""
-        return TensorSpec("y", (self.m, self.n), self.out_dtype)
+        return dense.dense_output(self) if self.is_dense else TensorSpec("y", (self.m, self.n), self.out_dtype)
 
     @property
     def flops(self) -> int:
@@ -155,7 +177,9 @@ class Gemm(Workload):
         order = " act_order" if self.act_order else ""
         shape = f"m={self.m} n={self.n} k={self.k}"
         if self.is_dense:
-            return f"gemm {shape} {self.a_dtype}" + (f"->{self.out_dtype}" if self.out_dtype != self.a_dtype else "")
+            kinds = self.a_dtype + (f"x{self.b_dtype}" if self.b_dtype != self.a_dtype else "")
+            to = "" if self.out_dtype == self.a_dtype else f"->{self.out_dtype}"
+            return " ".join([f"gemm {shape} {kinds}{to}", *(part.removeprefix("has_") for part in PARTS if getattr(self, part))])
         return f"gemm {shape} {self.a_dtype}x{self.b_dtype} g{self.group_size} {self.zero_point}{order}"
 
     # -- tensors ------------------------------------------------------------------------------------
@@ -191,19 +215,12 @@ class Gemm(Workload):
         Sorted weights (act-order) in a call of a workload without act_order: x is gathered here.
         """
         if len(args) != 2 or not isinstance(args[1], PackedWeight):
-            return list(args)
-        x, pw = args
-        for name in ("k", "n"):
-            if getattr(pw, name) != getattr(self, name):
-                raise ArgumentError(f"pw has {name}={getattr(pw, name)}, this module was made for {name}={getattr(self, name)}")
-        if pw.layout.rows_per_group != self.layout.rows_per_group:
-            raise ArgumentError(f"pw has group_size={pw.group_size}, this module was made for group_size={self.group_size}")
-        tensors = pw.tensors(self.a_dtype, self.zero_point, self.act_order)
-        if not self.act_order and pw.order is not None:
-            x = _gathered(x, pw.order)
-        if type(x).__module__ == "numpy":
-            return [x, *(_as_numpy(t) for t in tensors)]
-        return [x, *tensors]
+            return flattened(self, args, {}) if self.is_dense else list(args)
+        return packed_args(self, *args)
+
+    def flatten_named(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """Inputs of a dense product may be given by name."""
+        return flattened(self, args, named) if self.is_dense else super().flatten_named(args, named)
 
     # -- what it computes ---------------------------------------------------------------------------
 
@@ -311,27 +328,6 @@ def nibble(words: Any, n: Any, k: Any) -> Any:
 def column_index(n: Any) -> Any:
     """Where column n of a tile stands among its 64 scales."""
     return n % 8 * 8 + n // 16 * 2 + n % 16 // 8
-
-
-def _gathered(x: Any, order: torch.Tensor) -> Any:
-    """Columns of x (torch or numpy) in another order; x itself when it is not what a call takes, for the call to say so."""
-    if getattr(x, "ndim", 0) != 2 or x.shape[1] != len(order):
-        return x
-    if type(x).__module__ == "numpy":
-        return x[:, order.numpy()] if order.device.type == "cpu" else x
-    return x.index_select(1, order) if x.device == order.device else x
-
-
-def _as_numpy(tensor: torch.Tensor) -> Any:
-    """A numpy view of a CPU tensor (bfloat16 through ml_dtypes); a CUDA tensor stays what it is, to be refused by name."""
-    if tensor.device.type != "cpu":
-        return tensor
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name == "bfloat16":
-        import torch
-
-        return tensor.view(torch.int16).numpy().view(DTYPES[name].numpy())
-    return tensor.numpy()
 
 
 def _positive(field_name: str, value: Any) -> int:

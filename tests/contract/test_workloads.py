@@ -14,6 +14,7 @@ from kronsched.workloads.conv2d import Conv2d
 from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.kron import KronMatmul
 from kronsched.workloads.ks import KSMatmul
+from kronsched.workloads.ks_wgrad import KSWeightGrad
 from tests.contract.workload_battery import WorkloadBattery
 
 
@@ -142,7 +143,7 @@ class TestGemmDense(WorkloadBattery):
             ({**good, "a_dtype": "int32"}, "a_dtype='int32'"),
             ({**good, "b_dtype": "float16"}, "b_dtype='float16'"),
             ({**good, "b_dtype": "int4"}, "b_dtype='int4'"),
-            ({**good, "out_dtype": "int8"}, "out_dtype='int8'"),
+            ({**good, "out_dtype": "float32"}, "out_dtype='float32'"),
             ({**good, "out_dtype": None}, "out_dtype=None"),
             ({**good, "a_dtype": "float8_e4m3fn", "b_dtype": "float8_e5m2"}, "b_dtype='float8_e5m2'"),
             ({**good, "group_size": 64}, "group_size=64"),
@@ -180,6 +181,8 @@ class TestKS(WorkloadBattery):
             KSMatmul(25088, (6, 64, 64, 1), "float16"),
             KSMatmul(6, (2, 5, 4, 3), "float16", bias=True, activation="gelu", residual=True),
             KSMatmul(5, [(6, 4, 8, 1), (1, 12, 12, 2)], "float64", "batch_last", bias=True, activation="silu"),
+            KSMatmul(5, [(6, 4, 8, 1), (1, 12, 12, 2)], "complex64", "batch_last", bias=True, residual=True),
+            KSMatmul(5, (2, 5, 4, 3), "complex128"),
         ]
 
     def bad_fields(self) -> Sequence[tuple[Mapping[str, Any], str]]:
@@ -199,7 +202,8 @@ class TestKS(WorkloadBattery):
             ({**good, "pattern": [[1, 1, 1, 1]] * 33}, "33 factors"),
             ({**good, "pattern": [1024, 1024, 1024, 4]}, "needs a tensor"),
             ({**good, "dtype": "float8"}, "dtype='float8'"),
-            ({**good, "dtype": "complex64"}, "dtype='complex64'"),
+            ({**good, "dtype": "complex32"}, "dtype='complex32'"),
+            ({**good, "dtype": "complex64", "activation": "relu"}, "activation='relu'"),
             ({**good, "layout": "first"}, "layout='first'"),
             ({**good, "layout": None}, "layout=None"),
             ({**good, "bias": 1}, "bias=1"),
@@ -209,21 +213,49 @@ class TestKS(WorkloadBattery):
 
     def dense(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         assert isinstance(workload, KSMatmul)
-        x, weights, bias, residual = workload.parts(inputs)
-        y = x.double() if workload.batch_first else x.double().T
+        wide = torch.complex128 if inputs[0].is_complex() else torch.float64
+        x, weights, bias, residual = workload.parts([t.to(wide) for t in inputs])
+        y = x if workload.batch_first else x.T
         for (a, b, c, d), w in zip(workload.patterns, weights, strict=True):
             if a * b * d * a * c * d > 4_000_000:
                 return None
-            k = torch.zeros(a, b, d, a, c, d, dtype=torch.float64)
+            k = torch.zeros(a, b, d, a, c, d, dtype=wide)
             for i in range(a):
                 for inner in range(d):
-                    k[i, :, inner, i, :, inner] = w[i, :, :, inner].double()
+                    k[i, :, inner, i, :, inner] = w[i, :, :, inner]
             y = y @ k.reshape(a * b * d, a * c * d).T
-        y = y if bias is None else y + bias.double()
+        y = y if bias is None else y + bias
         if workload.activation is not None:
             y = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[workload.activation](y)
         y = y if workload.batch_first else y.T
-        return y if residual is None else y + residual.double()
+        return y if residual is None else y + residual
+
+
+class TestKSWeightGrad(WorkloadBattery):
+    def workloads(self) -> Sequence[Workload]:
+        return [
+            KSWeightGrad(6, (2, 5, 4, 3)),
+            KSWeightGrad(6, (2, 5, 4, 3), "float16", "batch_last"),
+            KSWeightGrad(1, (1, 1, 1, 1), "float64"),
+            KSWeightGrad(25088, (6, 64, 64, 1), "bfloat16"),
+        ]
+
+    def bad_fields(self) -> Sequence[tuple[Mapping[str, Any], str]]:
+        good = {"batch": 4, "pattern": [1, 2, 3, 1]}
+        return [
+            ({**good, "batch": 0}, "batch=0"),
+            ({**good, "pattern": [1, 2, 3]}, "pattern"),
+            ({**good, "pattern": [[1, 2, 3, 1], [1, 2, 2, 1]]}, "pattern"),
+            ({**good, "dtype": "complex64"}, "complex64"),
+            ({**good, "layout": "sideways"}, "layout"),
+        ]
+
+    def dense(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        assert isinstance(workload, KSWeightGrad)
+        a, b, c, d = workload.pattern
+        g, x = (t.double() if workload.batch_first else t.double().T for t in inputs)
+        blocks = (g.T @ x).reshape(a, b, d, a, c, d)  # every output with every input
+        return blocks.diagonal(dim1=0, dim2=3).diagonal(dim1=1, dim2=3).permute(2, 0, 1, 3)
 
 
 class TestConv2d(WorkloadBattery):
