@@ -81,7 +81,7 @@ def test_by_the_command_line(plugin: Path, tmp_path: Path, kronsched_command: Co
 def test_without_the_plugin_the_family_is_unknown(kronsched_command: Command) -> None:
     done = kronsched_command("tune", "scale_rows", *FLAGS)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kronsched: family='scale_rows' is not allowed: choose one of conv2d, gemm, kron, ks\n"
+    assert done.stderr == "kronsched: family='scale_rows' is not allowed: choose one of conv2d, gemm, kron, ks, ks_wgrad\n"
 
 
 def test_a_log_of_an_unknown_family_is_still_shown(toy: ModuleType, tmp_path: Path, kronsched_command: Command) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kronsched.bench.contest import release
 from kronsched.bench.peers import peers_for
 from kronsched.bench.run import choose_peers, row_of, shown_of
 from kronsched.bench.screen import ScreenedContest
@@ -18,6 +17,7 @@ from kronsched.bench.tuning import BuiltAhead, Logs
 from kronsched.errors import UnsupportedError
 from kronsched.hardware import Device, measure_ceilings
 from kronsched.measure.crew import Crew
+from kronsched.measure.memory import release
 
 if TYPE_CHECKING:
     from kronsched.bench.row import Row
@@ -51,9 +51,11 @@ def run_grid(
     wanted, known = choose_peers(cases, peers), known or {}
     device, begin = measure_ceilings(device), time.perf_counter()
     rows: list[Row] = []
+    left = [c for c in cases if c.workload.key not in known]
+    if left and seconds != 0:
+        say(f"{len(left)} shape(s) on {device.name}: each is timed once it is built, the first after some seconds")
     with Crew(device) as crew:
-        left = [c for c in cases if c.workload.key not in known]
-        ahead = BuiltAhead(left if seconds != 0 else [], device, logs or Logs(), crew)
+        ahead = BuiltAhead(left if seconds != 0 else [], device, logs or Logs(), crew, wanted)
         for number, case in enumerate(cases):
             row = known.get(case.workload.key)
             if row is None:

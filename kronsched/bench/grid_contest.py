@@ -14,6 +14,7 @@ from kronsched.bench.peers import peers_for
 from kronsched.bench.run import row_of, shown_of
 from kronsched.bench.screen import ScreenedContest, sampled
 from kronsched.bench.suites import Case
+from kronsched.bench.tuning import kernels_of_peers
 from kronsched.measure import worker
 from kronsched.measure.pools import Workers
 from kronsched.runtime.module import TunedModule
@@ -58,6 +59,10 @@ class Contests:
     def warm_up(device: Device, runner: Workers) -> None:
         """Let the runner import torch and open the device while the first kernels are built."""
         runner.schedule(_open, device.torch_device, timeout=TIMEOUT_S)
+
+    def kernels(self, workload: Workload) -> list[Workload]:
+        """The workloads whose kernels of ours the peers of a shape run; they find them in the artefact cache."""
+        return kernels_of_peers(workload, self._peers)
 
     def row(self, session: worker.Session, entry: Entry, runner: Workers) -> Row:
         """Time a shape in a runner that may hold its inputs. Raises what the runner's end raises."""

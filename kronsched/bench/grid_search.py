@@ -41,15 +41,18 @@ REACH = 0.75
 """Quantile of the neighbours' shares of the roofline that a shape is believed to reach."""
 UNSURE = 0.3
 """Log of the speed-up that a shape with one trial may hide; falls with the root of the trials."""
-LOSING = 2.0
-"""What is slower than its target counts so many times."""
+MARGIN = 1.06
+"""A shape is behind until its target takes so many times as long: less may be noise, and is within reach of a few more trials."""
+LOSING = 10.0
+"""What a shape is behind counts so many times: those far behind come before any gain over the roofline."""
 
 
 @dataclass
 class Shape:
     """What is known of one shape. costs: microseconds, infinity for a failure.  asked: measured or on the way.
 
-    best_us: the least of the costs.  target_us: see `GridSearch`.  exhausted: there was nothing more to propose.
+    former: microseconds of kernels whose source has changed since.  best_us: the least of the costs.  target_us: see
+    `GridSearch`.  exhausted: there was nothing more to propose.
     """
 
     workload: Workload
@@ -58,14 +61,15 @@ class Shape:
     target_us: float = math.inf
     best_us: float = math.inf
     costs: dict[Candidate, float] = field(default_factory=dict)
+    former: dict[Candidate, float] = field(default_factory=dict)
     asked: set[Candidate] = field(default_factory=set)
     visits: int = 0
     exhausted: bool = False
 
     def best(self, n: int) -> list[Candidate]:
-        """The fastest candidates."""
-        good = [c for c, us in self.costs.items() if math.isfinite(us)]
-        return sorted(good, key=lambda c: self.costs[c])[:n]
+        """The fastest candidates, those that were fast in a former form among them until they are measured again."""
+        times = {c: us for c, us in {**self.former, **self.costs}.items() if math.isfinite(us)}
+        return sorted(times, key=lambda c: times[c])[:n]
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,17 @@ class GridSearch:
         self._first = [order[k] for k in range(longest) for order in orders if k < len(order)][::-1]
 
     def tell(self, record: TuningRecord) -> None:
-        """Learn a measurement, of this run or of a log; of a failure, that it need not be repeated."""
+        """Learn a measurement, of this run or of a log; of a failure, that it need not be repeated.
+
+        What has no digest of its source is a time of a former kernel: a hint, and worth measuring again.
+        """
         index = self._index.get(record.workload_key)
         if index is not None:
             shape = self.shapes[index]
             us = record.median_us if record.ok else None
+            if record.ok and record.kernel.get("source_sha256") is None:
+                shape.former[record.candidate] = math.inf if us is None else us
+                return
             shape.costs[record.candidate] = math.inf if us is None else us
             shape.best_us = min(shape.best_us, shape.costs[record.candidate])
             shape.asked.add(record.candidate)
@@ -137,8 +147,9 @@ class GridSearch:
         return self._visit(index, min(VISIT_TRIALS if shape.visits else LOOK_TRIALS, self.trials - len(shape.asked)))
 
     def _first_trials(self, index: int, budget: float) -> int:
-        """Trials of a first visit: fewer where time is too short for all shapes."""
+        """Trials of a first visit: fewer where time is too short for all shapes, but a default and a hint where one was good."""
         fair = budget / (len(self._first) + 1)
+        fair = max(fair, LOOK_TRIALS) if self.shapes[index].former else fair
         if index in self._seeds:
             share = SEED_SHARE * budget / max(1, len(self._seeds))
             return int(min(SEED_TRIALS, max(1.0, share, min(VISIT_TRIALS, 2 * fair))))
@@ -153,7 +164,7 @@ class GridSearch:
         shares = sorted(s.floor_us / s.best_us for s in self.neighbours(index))
         reach = shares[int(REACH * (len(shares) - 1))] if shares else 1.0
         gap = max(0.0, math.log(shape.best_us * min(1.0, reach) / shape.floor_us))
-        lost = max(0.0, math.log(shape.best_us / shape.target_us)) if math.isfinite(shape.target_us) else 0.0
+        lost = max(0.0, math.log(MARGIN * shape.best_us / shape.target_us)) if math.isfinite(shape.target_us) else 0.0
         return (gap + UNSURE + LOSING * lost) / math.sqrt(1 + tried / VISIT_TRIALS)
 
     def neighbours(self, index: int) -> list[Shape]:
@@ -161,18 +172,24 @@ class GridSearch:
         near = (self.shapes[i] for i in self._nearest[index])
         return list(itertools.islice((s for s in near if math.isfinite(s.best_us)), NEIGHBOURS))
 
+    def _teachers(self, index: int) -> list[Shape]:
+        """The nearest shapes of the group that have hints to give."""
+        near = (self.shapes[i] for i in self._nearest[index])
+        return list(itertools.islice((s for s in near if s.best(1)), NEIGHBOURS))
+
     def _visit(self, index: int, trials: int) -> Visit:
         shape = self.shapes[index]
         shape.visits += 1
-        hints = shape.best(HINTS)
-        near = [s.best(HINTS) for s in self.neighbours(index)]
-        for rank in range(HINTS):  # everyone's best before anyone's second
-            hints += [best[rank] for best in near if rank < len(best)]
+        own = shape.best(HINTS)
+        near = [s.best(HINTS) for s in self._teachers(index)]
+        theirs = [best[rank] for rank in range(HINTS) for best in near if rank < len(best)]  # everyone's best before a second
+        again = not shape.costs and bool(own)  # former kernels of its own are the best hints
         # A schedule that is best for no neighbour is not worth a trial.
         winners = tuple(dict.fromkeys(best[0].space for best in near if best))
         everyone = len(near) < LISTENED
-        defaults = () if shape.visits > 1 else None if everyone else winners
-        return Visit(index, trials, defaults, tuple(dict.fromkeys(hints)))
+        known = shape.visits > 1 or (again and trials <= LOOK_TRIALS)
+        defaults = () if known else None if everyone else winners
+        return Visit(index, trials, defaults, tuple(dict.fromkeys([*own, *theirs])))
 
 
 def group_of(workload: Workload) -> str:

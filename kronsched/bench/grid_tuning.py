@@ -28,7 +28,7 @@ from kronsched.bench.grid_ahead import Ahead
 from kronsched.bench.grid_contest import Contests, Entry
 from kronsched.bench.grid_propose import Ask, propose
 from kronsched.bench.grid_search import VISIT_TRIALS, GridSearch, Visit
-from kronsched.bench.tuning import Logs
+from kronsched.bench.tuning import BUILD_TIMEOUT_S, Logs, build_best
 from kronsched.cost_model.pretrained import train
 from kronsched.errors import KronschedError, UnsupportedError
 from kronsched.hardware import Device, measure_ceilings
@@ -92,6 +92,7 @@ def tune_grid(
     search = GridSearch(workloads, device, trials, targets)
     run = _GridRun(search, device, logs, seed, say, contests)
     run.read_logs()
+    say(f"tuning {len(workloads)} shape(s) together on {device.name}, each up to {trials} records")
     with Crew(device, builders) as crew, tempfile.TemporaryDirectory(prefix="kronsched-grid-") as folder:
         return run.loop(crew, Path(folder), seconds)
 
@@ -198,6 +199,9 @@ class _GridRun:
             shape.exhausted = len(one.candidates) < one.visit.trials
             for number, candidate in enumerate(one.candidates):
                 ahead.build(shape.workload, self.device, candidate, one.folder / str(number))
+            if shape.visits == 1 and self.contests is not None:
+                for other in self.contests.kernels(shape.workload):
+                    ahead.submit(build_best, other, self.device, timeout=BUILD_TIMEOUT_S)
 
     def _measure(self, one: _Coming, ahead: Ahead, folder: Path) -> None:
         """Measure a visit's candidates; time the peers when one of them is the shape's best so far."""

@@ -69,8 +69,9 @@ def served_us(row: Row) -> float | None:
     """What `ks_matmul` takes once the row is in its table: the time of our kernel or of torch's formulation that it chooses."""
     if not isinstance(row.workload, KSMatmul):
         return None
-    from kronsched.nn.ks_select import KERNEL, Entry, Selector
+    from kronsched.nn.ks_select import Selector
     from kronsched.nn.ks_select_library import FORMULATIONS
+    from kronsched.nn.ks_select_predict import KERNEL, Entry
 
     library = {name: us for name, us in row.peers.items() if us and name in FORMULATIONS}
     name = Selector([Entry(row.workload, row.us, library)]).choose(row.workload).name

@@ -5,9 +5,11 @@ Read first: `Results`.
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from kronsched.bench.row import Row
 from kronsched.errors import ArgumentError, UserError
 
+_GZIP = b"\x1f\x8b"
 SAVE_EVERY_S = 15.0
 """A file of a thousand rows takes some tenths of a second to write."""
 
@@ -69,16 +72,28 @@ class Results:
 def read_rows(path: Path, device: str | None = None) -> dict[str, Row]:
     """The rows of a bench's file by workload key. device: the name that the file must be of, None for any.
 
-    Raises ArgumentError for a file that cannot be read, is no result of a bench, or is of another device.
+    Raises ArgumentError as `read_results` does, and for results of another device.
+    """
+    name, rows = read_results(path)
+    if device is not None and name != device:
+        raise ArgumentError(f"results {str(path)!r} are of {name}, this is {device}: name another file")
+    return rows
+
+
+def read_results(path: Path) -> tuple[str, dict[str, Row]]:
+    """(name of the device, rows by workload key) of a bench's file, which may be compressed by gzip.
+
+    Raises ArgumentError for a file that cannot be read or is no result of a bench.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        data = json.loads((gzip.decompress(raw) if raw[:2] == _GZIP else raw).decode())
         found = [Row.from_dict(item) for item in data["rows"]]
         name = str(data["device"]["name"])
+    except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+        raise ArgumentError(f"results {str(path)!r} are not a whole gzip file: {e}") from None
     except OSError as e:
         raise ArgumentError(f"results {str(path)!r} cannot be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as e:
         raise ArgumentError(f"{str(path)!r} is not a result of `kronsched bench`: {type(e).__name__}: {e}") from None
-    if device is not None and name != device:
-        raise ArgumentError(f"results {str(path)!r} are of {name}, this is {device}: name another file")
-    return {row.workload.key: row for row in found}
+    return name, {row.workload.key: row for row in found}

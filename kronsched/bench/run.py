@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kronsched.bench.chains import chains
-from kronsched.bench.contest import Contest, free_bytes, needed_bytes, release
+from kronsched.bench.contest import Contest, needed_bytes
 from kronsched.bench.groups import groups
 from kronsched.bench.peers import peers_for, w4a16_paper
 from kronsched.bench.peers.base import slack_of
@@ -21,8 +21,11 @@ from kronsched.bench.suites import Case
 from kronsched.bench.tuning import Logs, load_module, prebuild, tune_cases
 from kronsched.errors import KronschedError, UnsupportedError, choose
 from kronsched.hardware import Device, floor_us, measure_ceilings
+from kronsched.measure.memory import free_bytes, release
 
 if TYPE_CHECKING:
+    import torch
+
     from kronsched.bench.peers import Peer
     from kronsched.runtime.module import TunedModule
     from kronsched.workloads.base import Workload
@@ -138,7 +141,7 @@ def _prepare(
     with Crew(device) as crew:
         if trials > 0:
             tune_cases(cases, device, trials, logs, crew, seconds=seconds, say=say)
-        prebuild(cases, device, logs, crew)
+        prebuild(cases, device, logs, crew, peers)
         w4a16_paper.prebuild([case.workload for case in cases], peers, device, crew)
 
 
@@ -154,39 +157,16 @@ def row_of(
 
     need_bytes: memory that must be free for it.
     """
-    workload = case.workload
-    floor = floor_us(workload, device)
-    by_bytes = workload.min_bytes / (device.bandwidth_gbs * 1e3)
-    published = case.published if case.published_on == device.name else {}
-    blank = Row(
-        workload,
-        None,
-        dict.fromkeys(peers),
-        floor,
-        floor_by="bandwidth" if by_bytes >= floor else "compute",
-        published=published,
-    )
+    workload, blank = case.workload, _blank(case, device, peers)
     try:
-        need, free = need_bytes(workload, device), free_bytes(device)
-        if need > free:
-            gigabytes = f"needs about {need / 1e9:.1f} GB for tensors, reference and peers; {free / 1e9:.1f} GB are free"
-            return blank.but(failure=gigabytes)
+        _check_memory(need_bytes(workload, device), device)
         contest = make_contest(workload, device)
+    except _NoRoom as e:
+        return blank.but(failure=str(e))
     except Exception as e:  # out of memory after all, a broken CUDA context, or a family from outside that fails
         return blank.but(failure=f"inputs or reference cannot be made: {_line(e)}")
-    failure, kernel = None, None
-    try:
-        module = module_of(workload)
-        kernel = _kernel(module)
-        contest.enter(OURS, lambda inputs: partial(module, *inputs))
-    except Exception as e:  # whatever ours raises is a finding too, and the peers still have their times
-        failure = _line(e)
-    notes = {}
-    for name, peer in peers.items():
-        try:
-            contest.enter(name, partial(peer, workload), slack_of(peer))
-        except Exception as e:  # a peer may fail in any way
-            notes[name] = _line(e)
+    kernel, failure = _enter_ours(contest, workload, module_of)
+    notes = _enter_peers(contest, workload, peers)
     try:
         times = contest.times()
     except Exception as e:
@@ -200,9 +180,71 @@ def row_of(
         failure=failure,
         kernel=kernel,
         notes={**contest.notes, **notes},
-        information=shown_of(peers),
         joules=contest.joules,
     )
+
+
+def _blank(case: Case, device: Device, peers: Mapping[str, Peer]) -> Row:
+    """The row of a case that has no times."""
+    workload, floor = case.workload, floor_us(case.workload, device)
+    by_bytes = workload.min_bytes / (device.bandwidth_gbs * 1e3)
+    return Row(
+        workload,
+        None,
+        dict.fromkeys(peers),
+        floor,
+        floor_by="bandwidth" if by_bytes >= floor else "compute",
+        published=case.published if case.published_on == device.name else {},
+        information=shown_of(peers),
+    )
+
+
+class _NoRoom(KronschedError):
+    """A case does not fit in the memory that is left."""
+
+
+def _check_memory(need: int, device: Device) -> None:
+    """Raises _NoRoom when so many bytes cannot be had, even once everything that earlier cases held is given back."""
+    if need > free_bytes(device):
+        release(device)  # takes a while; the graphs of an earlier case may hold gigabytes
+        if need > (free := free_bytes(device)):
+            raise _NoRoom(f"needs about {need / 1e9:.1f} GB for tensors, reference and peers; {free / 1e9:.1f} GB are free")
+
+
+def _enter_ours(
+    contest: Contest, workload: Workload, module_of: Callable[[Workload], TunedModule]
+) -> tuple[Kernel | None, str | None]:
+    """(our kernel, why it does not take part)."""
+    kernel = None
+    try:
+        module = module_of(workload)
+        kernel = _kernel(module)
+        ahead = module.manifest.constant_launches(workload.weight_names)
+        contest.enter(OURS, partial(_call, module), expected_us=None if ahead else module.expected_us)
+    except Exception as e:  # whatever ours raises is a finding too, and the peers still have their times
+        return kernel, _line(e)
+    return kernel, None
+
+
+def _call(module: TunedModule, inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    """A call of our kernel. What depends on weights alone is computed here, as peers prepare theirs before they are timed."""
+    names = module.workload.weight_names
+    if not module.manifest.constant_launches(names):
+        return partial(module, *inputs)
+    given = dict(zip((spec.name for spec in module.manifest.inputs), inputs, strict=True))
+    bound = module.bind(**{name: given.pop(name) for name in names})
+    return partial(bound, *given.values())
+
+
+def _enter_peers(contest: Contest, workload: Workload, peers: Mapping[str, Peer]) -> dict[str, str]:
+    """Why the peers that do not take part do not, by name."""
+    notes = {}
+    for name, peer in peers.items():
+        try:
+            contest.enter(name, partial(peer, workload), slack_of(peer))
+        except Exception as e:  # a peer may fail in any way
+            notes[name] = _line(e)
+    return notes
 
 
 def shown_of(peers: Mapping[str, Peer]) -> tuple[str, ...]:
@@ -212,7 +254,8 @@ def shown_of(peers: Mapping[str, Peer]) -> tuple[str, ...]:
 
 def _kernel(module: TunedModule) -> Kernel:
     how = "tuned" if module.measured else next((w for w in ("predicted", "default") if module.origin.startswith(w)), "elsewhere")
-    return Kernel(how, module.space, module.config, len(module.manifest.launches), without_folders(module.origin))
+    launches = len(module.manifest.launches) - len(module.manifest.constant_launches(module.workload.weight_names))
+    return Kernel(how, module.space, module.config, launches, without_folders(module.origin))
 
 
 def without_folders(origin: str) -> str:

@@ -4,24 +4,27 @@ For suites of hundreds of shapes. A peer that is far behind keeps the time of it
 is far behind. Short calls are replayed from one CUDA graph a contestant; long ones need none, as their launches take less time
 than they do. Peers are checked on a sample of the result, ours on all of it.
 
-Read first: `ScreenedContest.times`.
+No single reading counts. A look is repeated until two agree; a time that its rounds, or the record of our kernel, do not confirm
+is taken again with a new clock, and a note of the row says so.
+
+Read first: `ScreenedContest.times`, then `ScreenedContest._settle`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from kronsched.bench.contest import UNCAPTURED, Contest
+from kronsched.bench.contest import RETIMED, UNCAPTURED, Contest, retimed_note
+from kronsched.measure.baseline import side_stream
 from kronsched.measure.energy import NvmlEnergy, device_uuid, joules_per_call
-from kronsched.measure.timing import TimingPlan, repeated
+from kronsched.measure.timing import AGREE, LOOKS, TimingPlan, agree, agreed, first_look_us, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,8 @@ LONG_US = 3000.0
 """A call so long is timed in one round: it is alike each time."""
 PLAN = TimingPlan(budget_s=0.006, wanted=20, fewest=3, sample_us=200.0)
 """Of one round of one contestant."""
+LOOK = TimingPlan(budget_s=0.0, wanted=3, fewest=3, sample_us=PLAN.sample_us)
+"""Of a first look."""
 SAMPLE = 1 << 24
 """Elements, spread over the result, that a peer is judged by."""
 OURS = "kronsched"
@@ -49,18 +54,30 @@ BURST_US = 10_000.0
 
 @dataclass
 class Clock:
-    """A contestant's graph, or loop, of `count` calls. us: microseconds a call, the best of the medians so far.
+    """A contestant's graph, or loop, of `count` calls.
 
-    rough: `us` comes from the first look alone.
+    look_us: of one call by itself.  least_us: a loop whose calls take less than this timed launches.  medians: microseconds a
+    call, of each round so far.
     """
 
     replay: Callable[[], Any]
     count: int
-    us: float = math.inf
-    rough: bool = False
+    look_us: float = math.inf
+    least_us: float = 0.0
+    medians: list[float] = field(default_factory=list)
+
+    @property
+    def us(self) -> float:
+        """Microseconds a call: the best median, or before the first round what one call took."""
+        return min(self.medians, default=self.look_us)
+
+    @property
+    def sound(self) -> bool:
+        """Whether another round, or of a loop the look before it, confirms the time."""
+        return self.us >= self.least_us and agreed([*self.medians, self.look_us])
 
     def round(self, plan: TimingPlan) -> None:
-        """Replay between events; keep the median when it is the best."""
+        """Replay between events."""
         import torch
 
         guess = 1.0 if math.isinf(self.us) else self.us * self.count
@@ -71,13 +88,11 @@ class Clock:
             self.replay()
             mark.record()
         marks[-1].synchronize()
-        us = statistics.median(1e3 * a.elapsed_time(b) / self.count for a, b in pairwise(marks))
-        self.us = us if self.rough else min(self.us, us)
-        self.rough = False
+        self.medians.append(statistics.median(1e3 * a.elapsed_time(b) / self.count for a, b in pairwise(marks)))
 
 
 class ScreenedContest(Contest):
-    """A `Contest` whose far slower peers are timed once. On a CPU it is a plain `Contest`."""
+    """A `Contest` whose far slower peers are only looked at. On a CPU it is a plain `Contest`."""
 
     def __init__(self, workload: Workload, device: Device, energy: bool = False, shown: Sequence[str] = ()) -> None:
         """See `Contest`. energy: fill `joules` for us and for the fastest peer that counts.  shown: the peers that do not."""
@@ -93,13 +108,17 @@ class ScreenedContest(Contest):
         if self.device.kind == "cpu":
             return super().times()
         del self._reference
-        with _side_stream(self.device):
+        with side_stream(self.device.torch_device):
             for name, calls in self._ready.items():
                 self.clocks[name] = self._first_look(name, calls)
             for number in range(ROUNDS):
                 for name in self.finalists():
                     if number == 0 or self.clocks[name].us * self.clocks[name].count < LONG_US:
                         self.clocks[name].round(PLAN)
+            settled: set[str] = set()
+            while left := [name for name in self.finalists() if name not in settled]:  # who is near may change
+                self._settle(left[0])
+                settled.add(left[0])
             if self.energy:
                 self._measure_joules()
         return {name: clock.us for name, clock in self.clocks.items()}
@@ -124,53 +143,52 @@ class ScreenedContest(Contest):
             if joules is not None:
                 self.joules[name] = joules
 
+    def _settle(self, name: str) -> None:
+        """Take a contestant's time again while neither its record nor an earlier time confirms it; a note says what was seen."""
+        record = self.expected.get(name)
+        clocks = [self.clocks[name]]
+        while len(clocks) <= RETIMED and not _confirmed(clocks, record):
+            clock = self._first_look(name, self._ready[name])
+            clock.round(PLAN)
+            clocks.append(clock)
+        if len(clocks) > 1:
+            sure = _confirmed(clocks, record)
+            self.clocks[name] = clocks[-1] if sure else sorted(clocks, key=lambda clock: clock.us)[len(clocks) // 2]
+            self._note(name, retimed_note([clock.us for clock in clocks], record, sure))
+
     def _first_look(self, name: str, calls: Sequence[Callable[[], Any]]) -> Clock:
-        """The clock of a contestant: a long call timed once, a short one as a graph that is timed a few times."""
-        us = _timed_once(calls[0])
-        if us < LONG_US:
-            us = min(us, _timed_once(calls[0]))  # the first call on a stream may have waited for memory
-        count = 1 if us > LONG_US else PLAN.calls(max(us, 0.5), len(calls))
+        """The clock of a contestant: of a long call a loop, of a short one a graph that is timed a few times."""
+        look_us = us = first_look_us(calls[0])
         if us >= UNGRAPHED_US:
-            return Clock(partial(_loop, [calls[i % len(calls)] for i in range(count)]), count, us, rough=True)
-        replay = repeated(calls, count, self.device.torch_device)
+            count = 1 if us > LONG_US else PLAN.calls(us, len(calls))
+            loop = partial(_loop, [calls[i % len(calls)] for i in range(count)])
+            return Clock(loop, count, look_us, UNGRAPHED_US / AGREE)
+        for _ in range(LOOKS):  # the call by itself may have been mostly launch: such a graph is too short
+            count = PLAN.calls(max(us, 0.2), len(calls))
+            replay = repeated(calls, count, self.device.torch_device)
+            clock = Clock(replay, count)
+            clock.round(LOOK)
+            us = clock.us
+            if PLAN.calls(max(us, 0.2), len(calls)) <= 2 * count:
+                break
         if isinstance(replay, FunctionType):
-            self.notes[name] = UNCAPTURED
-        clock = Clock(replay, count)
-        clock.round(TimingPlan(budget_s=0.0, wanted=3, fewest=3, sample_us=PLAN.sample_us))
+            self._note(name, UNCAPTURED)
+        while len(clock.medians) < LOOKS and not clock.sound:
+            clock.round(LOOK)
         return clock
+
+
+def _confirmed(clocks: Sequence[Clock], record: float | None) -> bool:
+    """Whether the last clock is sound and agrees with the record or an earlier sound clock, where there is one or the other."""
+    *earlier, last = clocks
+    witnesses = [clock.us for clock in earlier if clock.sound] + ([record] if record is not None else [])
+    return last.sound and (not witnesses or any(agree(last.us, us) for us in witnesses))
 
 
 def sampled(y: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """About `SAMPLE` elements of both: evenly spread rows, an odd number of them apart."""
     step = max(1, y.numel() // SAMPLE) | 1
     return y[::step], reference[::step]
-
-
-@contextlib.contextmanager
-def _side_stream(device: Device) -> Iterator[None]:
-    """A stream that graphs can be captured on: torch's current one, or another when that is the default stream."""
-    import torch
-
-    current = torch.cuda.current_stream(device.torch_device)
-    if current != torch.cuda.default_stream(device.torch_device):
-        yield
-        return
-    stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-
-
-def _timed_once(call: Callable[[], Any]) -> float:
-    """Microseconds of one call between events."""
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(1e3 * start.elapsed_time(end))
 
 
 def _loop(calls: Sequence[Callable[[], Any]]) -> None:

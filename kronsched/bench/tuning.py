@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kronsched import registry
-from kronsched.bench.contest import release
 from kronsched.errors import KronschedError
+from kronsched.measure.memory import release
 
 if TYPE_CHECKING:
     from kronsched.bench.suites import Case
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from kronsched.measure.crew import Crew
     from kronsched.records.schema import TuningRecord
     from kronsched.runtime.module import TunedModule
-    from kronsched.search.result import TuneResult
+    from kronsched.search.result import TuneEvent, TuneResult
     from kronsched.workloads.base import Workload
 
 PREBUILD_FROM = 4
 """Fewer shapes than this are built one by one when they are loaded: workers take longer to start."""
+TICK_S = 10.0
+"""Between two lines about the shape that is being tuned."""
 BUILD_TIMEOUT_S = 120.0
 PREBUILD_TIMEOUT_S = 300.0
 
@@ -88,7 +91,7 @@ def tune_cases(
             say(f"{head}: {trials} records or more, none added")
             continue
         try:
-            say(f"{head}: {_outcome(_tune(case.workload, device, left, logs, crew))}")
+            say(f"{head}: {_outcome(_tune(case.workload, device, left, logs, crew, _Ticker(head, say)))}")
         except KronschedError as e:
             say(f"{head}: not tuned: {e}")
         release(device)
@@ -118,17 +121,18 @@ class Built:
 class BuiltAhead:
     """The kernels of a suite, built by all builders of a crew while earlier shapes are timed."""
 
-    def __init__(self, cases: Sequence[Case], device: Device, logs: Logs, crew: Crew) -> None:
-        """Queue everything."""
+    def __init__(self, cases: Sequence[Case], device: Device, logs: Logs, crew: Crew, peers: Sequence[str] = ()) -> None:
+        """Queue everything. peers: those among them that run kernels of ours find them in the artefact cache."""
         self._device, self._logs = device, logs
-        builders = crew.workers()[0]
         best = logs.best([c.workload for c in cases], device)
-        self._futures = {
-            c.workload.key: builders.schedule(
-                build_best, c.workload, device, best.get(c.workload.key), f"log {logs.path(c.workload)}", timeout=BUILD_TIMEOUT_S
-            )
-            for c in cases
-        }
+        self._futures: dict[str, Future[Built | None]] = {}
+        schedule = partial(crew.workers()[0].schedule, build_best, timeout=BUILD_TIMEOUT_S)
+        for workload in [c.workload for c in cases]:
+            key = workload.key
+            self._futures[key] = schedule(workload, device, best.get(key), f"log {logs.path(workload)}")
+            for other in kernels_of_peers(workload, peers):
+                if other.key not in self._futures:
+                    self._futures[other.key] = schedule(other, device)
 
     def wait(self, seconds: float) -> None:
         """Until all are built, at most so long."""
@@ -152,10 +156,19 @@ class BuiltAhead:
         )
 
 
-def prebuild(cases: Sequence[Case], device: Device, logs: Logs, crew: Crew) -> None:
+def prebuild(cases: Sequence[Case], device: Device, logs: Logs, crew: Crew, peers: Sequence[str] = ()) -> None:
     """Fill the artefact cache by all builders at once; what fails here is reported when it is loaded."""
     if len(cases) >= PREBUILD_FROM:
-        BuiltAhead(cases, device, logs, crew).wait(PREBUILD_TIMEOUT_S)
+        BuiltAhead(cases, device, logs, crew, peers).wait(PREBUILD_TIMEOUT_S)
+
+
+def kernels_of_peers(workload: Workload, names: Sequence[str]) -> list[Workload]:
+    """The workloads whose kernels of ours the named peers run."""
+    from kronsched.bench.peers import peers_for
+    from kronsched.bench.peers.base import kernel_of
+
+    found = (kernel_of(peer, workload) for name, peer in peers_for(workload).items() if name in names)
+    return [other for other in found if other is not None]
 
 
 def build_best(workload: Workload, device: Device, record: TuningRecord | None = None, where: str = "log") -> Built | None:
@@ -201,16 +214,37 @@ def _has_record(path: Path, workload: Workload, device: Device) -> bool:
     return path.is_file() and best_in(Journal(path).read(), workload, device) is not None
 
 
-def _tune(workload: Workload, device: Device, trials: int, logs: Logs, crew: Crew) -> TuneResult:
+class _Ticker:
+    """Says every now and then how far the tuning of a shape is."""
+
+    def __init__(self, head: str, say: Callable[[str], None]) -> None:
+        self._head, self._say, self._said = head, say, time.perf_counter()
+
+    def __call__(self, event: TuneEvent) -> None:
+        now = time.perf_counter()
+        if event.kind == "result" and event.done < event.trials and now - self._said > TICK_S:
+            self._said = now
+            self._say(f"{self._head}: {event.done} of {event.trials} trials, {_best(event.best)}")
+
+
+def _tune(
+    workload: Workload, device: Device, trials: int, logs: Logs, crew: Crew, progress: Callable[[TuneEvent], None]
+) -> TuneResult:
     import kronsched
     from kronsched.measure.live import LiveMeasurer
 
     with LiveMeasurer(workload, registry.schedules_for(workload, device), device, crew=crew) as measurer:
-        return kronsched.tune(workload, target=device, trials=trials, log=logs.path(workload), measurer=measurer)
+        return kronsched.tune(
+            workload, target=device, trials=trials, log=logs.path(workload), measurer=measurer, progress=progress
+        )
 
 
 def _outcome(result: TuneResult) -> str:
-    us = result.best.median_us if result.best is not None else None
-    found = f"best {us:.4g} µs" if us is not None else "nothing ok yet"
     failed = sum(result.failures.values())
-    return f"{result.trials} trials in {result.seconds:.1f} s, {found}" + (f", {failed} failed" if failed else "")
+    head = f"{result.trials} trials in {result.seconds:.1f} s, {_best(result.best)}"
+    return head + (f", {failed} failed" if failed else "")
+
+
+def _best(record: TuningRecord | None) -> str:
+    us = record.median_us if record is not None else None
+    return f"best {us:.4g} µs" if us is not None else "nothing ok yet"

@@ -150,14 +150,7 @@ def versus(
     on_event: called with each stage and each trial of a side, as dicts like those of `Side`.  on_side: once a side has ended.
     Raises ArgumentError, and UnsupportedError for a device that is not here; a side that fails has its reason in `Side.error`.
     """
-    if seconds is None and trials is None:
-        raise ArgumentError("seconds=None is not allowed without trials: say how long, or how many, each side may tune")
-    if seconds is not None and not 0 < seconds <= MOST_SECONDS:
-        raise ArgumentError(f"seconds={seconds} is not allowed: a number in (0, {MOST_SECONDS:g}] is needed")
-    if trials is not None and trials < 1:
-        raise ArgumentError(f"trials={trials} is not allowed: an int ≥ 1 is needed")
-    if not 0 < build_timeout_s <= MOST_SECONDS:
-        raise ArgumentError(f"build_timeout_s={build_timeout_s} is not allowed: a number in (0, {MOST_SECONDS:g}] is needed")
+    _check_budget(seconds, trials, build_timeout_s)
     if not 0 <= seed <= MAX_SEED:
         raise ArgumentError(f"seed={seed} is not allowed: an int from 0 to {MAX_SEED} is needed")
     if (strategy := (peer_options or {}).get("strategy", STRATEGIES[0])) not in STRATEGIES:
@@ -184,6 +177,17 @@ def versus(
         matches.append(Match(workload, *sides))
         on_match(matches[-1])
     return matches
+
+
+def _check_budget(seconds: float | None, trials: int | None, build_timeout_s: float) -> None:
+    if seconds is None and trials is None:
+        raise ArgumentError("seconds=None is not allowed without trials: say how long, or how many, each side may tune")
+    if seconds is not None and not 0 < seconds <= MOST_SECONDS:
+        raise ArgumentError(f"seconds={seconds} is not allowed: a number in (0, {MOST_SECONDS:g}] is needed")
+    if trials is not None and trials < 1:
+        raise ArgumentError(f"trials={trials} is not allowed: an int ≥ 1 is needed")
+    if not 0 < build_timeout_s <= MOST_SECONDS:
+        raise ArgumentError(f"build_timeout_s={build_timeout_s} is not allowed: a number in (0, {MOST_SECONDS:g}] is needed")
 
 
 def run_side(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kronsched.cli.options import json_option, target_option
+from kronsched.cli.options import errors_name_options, json_option, target_option
 from kronsched.cli.output import only_json, print_json, print_table, time_text
 from kronsched.cli.shapes import check_output, shape_options, shapes_of
 
@@ -44,7 +44,7 @@ def _ablate(
         if output is not None:
             Path(output).write_text(json.dumps(_summary(done, trials)) + "\n", encoding="utf-8")
 
-    with only_json(as_json):
+    with only_json(as_json), errors_name_options():
         device = resolve_target(target)
         run(workloads, schedule, device, trials, builders=builders, seed=seed, on_outcome=on_outcome)
     if as_json:

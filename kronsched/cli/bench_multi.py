@@ -8,20 +8,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kronsched.cli.options import json_option
+from kronsched.cli.options import Seconds, json_option
 from kronsched.cli.output import only_json, print_json, print_table, share_text, time_text
+from kronsched.cli.shapes import check_output
 from kronsched.errors import ArgumentError
 from kronsched.hardware import resolve_target
 from kronsched.hardware.presets import PRESETS
 
 if TYPE_CHECKING:
     from kronsched.bench.kron_multi import Row
+    from kronsched.bench.kron_multi_model import ModelRow
     from kronsched.distributed.cost import Link
 
 NAME = "kron-multi"
@@ -66,8 +68,7 @@ def _multi(
     asked = [bench.case_of(text, dtype, kind) for text in cases or CASES]
     wanted = _modes(modes)
     pieces = _numbers("chunks", chunks)
-    if output is not None and not Path(output).parent.is_dir():
-        raise ArgumentError(f"output={output!r} cannot be written: there is no folder {str(Path(output).parent)!r}")
+    check_output(output)
     link: Link | None = None
     rows: list[Row] = []
     count = _count(ranks, kind)
@@ -103,22 +104,26 @@ def _model(ranks: str | None, measured: str | None, as_json: bool) -> int:
     from kronsched.bench.kron_multi_model import link_of, model
 
     if measured is None:
-        raise ArgumentError("model needs from: the JSON that `kronsched bench kron-multi -o` has written")
+        raise ArgumentError("--model needs --from: the JSON that `kronsched bench kron-multi -o` has written")
     try:
         data = json.loads(Path(measured).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ArgumentError(f"from={measured!r} cannot be read: {e}") from None
+        raise ArgumentError(f"--from={measured!r} cannot be read: {e}") from None
     if not isinstance(data, dict):
-        raise ArgumentError(f"from={measured!r} is not a result of `kronsched bench kron-multi`")
+        raise ArgumentError(f"--from={measured!r} is not a result of `kronsched bench kron-multi`")
     device = next((d for d in PRESETS.values() if d.name == data.get("device")), None) or resolve_target("cpu")
     rows = model(data, _numbers("model", ranks or "2,4,8,16,64,256,1024"), device, columns=(None, 2, 8))
     if as_json:
         print_json({"suite": f"{NAME}-model", "device": device.name, "rows": [asdict(row) for row in rows]})
         return 0
-    link = link_of(data)
     if measured_rows := rows_of(data):
         _print(measured_rows)
         click.echo()
+    _print_model(device.name, rows, link_of(data))
+    return 0
+
+
+def _print_model(name: str, rows: Sequence[ModelRow], link: Link) -> None:
     table = [
         [
             row.case,
@@ -133,12 +138,11 @@ def _model(ranks: str | None, measured: str | None, as_json: bool) -> int:
         for row in rows
     ]
     columns = ["case", "mode", "GPUs", "grid", "time", "efficiency", "exchange", "sent by a GPU"]
-    print_table(f"model of scaling on {device.name}; nothing is measured here", columns, table)
+    print_table(f"model of scaling on {name}; nothing is measured here", columns, table)
     click.echo(
         f"link: {link.gbs:.4g} GB/s, {link.latency_us:.3g} µs ({link.source}); hosts of 8, 45 GB/s a GPU between them (assumed)"
     )
     click.echo("kernels: the measured time of one GPU, shared out by flops; no contention, no stragglers: upper bounds")
-    return 0
 
 
 def _count(ranks: int | None, kind: str) -> int:
@@ -147,7 +151,7 @@ def _count(ranks: int | None, kind: str) -> int:
 
     if launch.under_torchrun():
         if ranks is not None:
-            raise ArgumentError("ranks is not allowed under torchrun, which says how many there are")
+            raise ArgumentError("--ranks is not allowed under torchrun, which says how many there are")
         return int(os.environ["WORLD_SIZE"])
     count = ranks or (launch.usable_ranks(kind) if kind == "cuda" else 2)
     launch.check_ranks(count, kind)
@@ -277,7 +281,7 @@ kron_multi = click.Command(
             help="Ways to split a grid's work that are measured, the best on paper; 0 is all. [default: 3]",
         ),
         click.Option(["--repeats"], type=click.IntRange(1), default=5, help="Timed calls. [default: 5]"),
-        click.Option(["--timeout", "timeout_s"], type=click.FloatRange(1), default=120.0, help="Seconds. [default: 120]"),
+        click.Option(["--timeout", "timeout_s"], type=Seconds(1), default=120.0, help="Seconds. [default: 120]"),
         click.Option(["--model"], default=None, metavar="RANKS", help="A model of scaling to so many ranks, such as 16,1024."),
         click.Option(
             ["--from", "measured"], type=click.Path(), default=None, help="The measured JSON that the model is made from."

@@ -5,18 +5,31 @@ Read first: `FamilyGroup`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
 
 from kronsched import registry
-from kronsched.errors import ArgumentError
+from kronsched.errors import ArgumentError, UserError
 from kronsched.workloads.base import Workload
 
 _TYPES: dict[Any, click.ParamType[Any]] = {int: click.INT, float: click.FLOAT, str: click.STRING}
+
+
+class Seconds(click.FloatRange):
+    """A finite number: NaN is in every range, and nothing ever takes longer."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """As click's."""
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{seconds} is not a finite number.", param, ctx)
+        return seconds
 
 
 class FamilyGroup(click.Group):
@@ -109,6 +122,22 @@ def workload_from_options(cls: type[Workload], values: dict[str, Any]) -> Worklo
 def _parameter(field_name: str) -> str:
     """The keyword of a workload's field, kept apart from the command's own (a family may have a field "seed")."""
     return f"workload_{field_name}"
+
+
+@contextlib.contextmanager
+def errors_name_options(**fields: str) -> Iterator[None]:
+    """Within it, an error about a field, such as "seed=-1 is not allowed", names the running command's option: "--seed=-1 …".
+
+    fields: the options of fields that are called otherwise, such as strategy="--peer-strategy".
+    """
+    try:
+        yield
+    except UserError as e:
+        spelled = {p.name: p.opts[-1] for p in click.get_current_context().command.params if p.opts[-1].startswith("--")} | fields
+        field, _, rest = str(e).partition("=")
+        if field not in spelled:
+            raise
+        raise type(e)(f"{spelled[field]}={rest}") from None
 
 
 target_option = click.Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -29,7 +30,7 @@ from kronsched.cli.versus import versus
 from kronsched.cli.worker import worker
 from kronsched.errors import KronschedError, UserError
 
-DONE, FAILED, BAD_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, BAD_ARGUMENTS, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -50,9 +51,16 @@ cli.add_command(ablate)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 bad arguments, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 bad arguments, 130 interrupted, 143 terminated."""
     args = list(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(args))
+
+
+def _terminate(*_: object) -> None:
+    """End as after an exception, so that worker processes and temporary folders go as well. A second signal kills at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.exit(TERMINATED)
 
 
 def run(args: list[str]) -> int:

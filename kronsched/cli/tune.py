@@ -68,7 +68,12 @@ def _tune(workload: Workload, *, log: str | None, quiet: bool, as_json: bool, **
 
 
 def _where(options: dict[str, Any]) -> str:
-    return str(options["devices"] or (f"the cluster {options['cluster']}" if options["cluster"] else options["target"]))
+    """What is tuned on, such as "NVIDIA H200"; raises what `tune` would for a target that is not known."""
+    from kronsched.hardware import resolve_target
+
+    if options["cluster"]:
+        return f"the cluster {options['cluster']}"
+    return str(options["devices"] or resolve_target(options["target"]).name)
 
 
 def _print(result: TuneResult) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kronsched.cli.options import json_option, target_option
+from kronsched.cli.options import Seconds, errors_name_options, json_option, target_option
 from kronsched.cli.output import only_json, print_json, print_table, share_text, time_text
 from kronsched.cli.shapes import check_output, shape_options, shapes_of
-from kronsched.errors import ArgumentError
+from kronsched.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,12 +42,15 @@ def _versus(
     output: str | None,
     as_json: bool,
 ) -> int:
+    from kronsched.bench.metaschedule_program import unsupported
     from kronsched.bench.versus import versus
 
     if seconds is None and trials is None:
-        raise ArgumentError("seconds is missing: say how long (--seconds) or how many (--trials) each side may tune")
+        raise ArgumentError("--seconds or --trials is needed: how long, or how many trials, each side may tune")
     check_output(output)
     workloads = shapes_of(what, suite, skip, limit)
+    if all(reasons := [unsupported(workload) for workload in workloads]):
+        raise UnsupportedError(str(reasons[0]))
     done: list[Match] = []
     single: list[tuple[Workload, Side]] = []
 
@@ -66,7 +69,7 @@ def _versus(
         store()
 
     options = {"batch": batch, "population": population, "strategy": peer_strategy, "threads": threads}
-    with only_json(as_json):
+    with only_json(as_json), errors_name_options(build_timeout_s="--build-timeout", strategy="--peer-strategy"):
         versus(
             workloads,
             seconds=seconds,
@@ -165,7 +168,7 @@ versus = click.Command(
     "versus",
     params=[
         *shape_options,
-        click.Option(["--seconds"], type=click.FloatRange(0), default=None, help="Wall time of each tuner, for each shape."),
+        click.Option(["--seconds"], type=Seconds(0), default=None, help="Wall time of each tuner, for each shape."),
         click.Option(["--trials"], type=click.IntRange(1), default=None, help="Most trials of each tuner, for each shape."),
         click.Option(
             ["--as-shipped"], is_flag=True, help="MetaSchedule with TVM's storage rewrite, after which most candidates fail."
@@ -182,7 +185,7 @@ versus = click.Command(
             ["--threads"], type=click.IntRange(1), default=None, help="MetaSchedule's for sampling. [default: as builders]"
         ),
         click.Option(["--builders"], type=click.IntRange(1), default=None, help="Build processes of each. [default: the cores]"),
-        click.Option(["--build-timeout"], type=click.FloatRange(1), default=30.0, help="Seconds of one build. [default: 30]"),
+        click.Option(["--build-timeout"], type=Seconds(1), default=30.0, help="Seconds of one build. [default: 30]"),
         click.Option(["--seed"], type=click.INT, default=0, help="Seed of both searches. [default: 0]"),
         target_option,
         click.Option(["-o", "--output"], type=click.Path(dir_okay=False), default=None, help="Store the JSON here as it comes."),

@@ -23,6 +23,7 @@ OUTPUT_BAND = 0xA5
 POISONS = (0xFF, 0x5B)
 """Fill bytes of the output before the first and the second checked run."""
 COMPARE_BYTES = 1 << 28
+"""Compared at a time: what a comparison of more needs beside both would be gigabytes."""
 
 
 class Arena:
@@ -80,8 +81,12 @@ class Arena:
     def unwritten(self, first: torch.Tensor) -> int:
         """Elements of set 0's output that kept both poisons: `first` is `output_bytes` after the run on the first one."""
         width = self.sets[0][1].element_size()
-        kept = (first.view(-1, width) == POISONS[0]) & (self.output_bytes().view(-1, width) == POISONS[1])
-        return int(kept.all(dim=1).sum())
+        before, after = first.view(-1, width), self.output_bytes().view(-1, width)
+        step, count = COMPARE_BYTES // width, 0
+        for i in range(0, len(before), step):
+            kept = (before[i : i + step] == POISONS[0]) & (after[i : i + step] == POISONS[1])
+            count += int(kept.all(dim=1).sum())
+        return count
 
     def damage(self, names: Sequence[str], inputs: Sequence[torch.Tensor]) -> str | None:
         """None when set 0's bands are whole and its inputs unchanged, else one line naming the tensor.

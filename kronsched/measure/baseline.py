@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kronsched.measure.timing import TimingPlan, time_calls
@@ -34,16 +34,22 @@ def time_callable(
         with threadpool_limits(limits=1):
             medians.append(statistics.median(time_calls(calls, name, plan)))
         return min(medians)
-    with _side_stream(name):
+    with side_stream(name):
         return statistics.median(time_calls(calls, name, plan))
 
 
-def _side_stream(device: str) -> Any:
-    """A context in which torch's current stream is one that can be captured, ordered after the work queued so far."""
+def side_stream(device: str) -> AbstractContextManager[Any]:
+    """A context in which torch's current stream can be captured.
+
+    That is the one that is current, or in place of the default stream a new one, ordered after the work queued so far.
+    """
     if not device.startswith("cuda"):
         return nullcontext()
     import torch
 
+    current = torch.cuda.current_stream(device)
+    if current != torch.cuda.default_stream(device):
+        return nullcontext()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(current)
     return torch.cuda.stream(stream)

@@ -21,10 +21,10 @@ NEAR_OVERFLOW = 0.99
 
 
 def rms(ref: torch.Tensor) -> float:
-    """Root mean square of the finite elements of `ref` (any shape, any real dtype); 0.0 when there are none."""
+    """Root mean square of the finite elements (of complex numbers, of their parts) of `ref`; 0.0 when there are none."""
     import torch
 
-    flat = ref.reshape(-1)
+    flat = as_real(ref).reshape(-1)
     if flat.numel() == 0:
         return 0.0
     wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.double()
@@ -46,9 +46,19 @@ def max_relative_error(y: torch.Tensor, ref: torch.Tensor, ref_rms: float | None
     in both, else the error is inf; an infinite `y` is accepted where the reference is within 1% of the largest value of
     `y`'s dtype or beyond it, since it may round to infinity there. Integers are exact: 0.0 only when all elements are equal.
 
-    y, ref: same shape, same device; `ref` is usually float64.  ref_rms: `rms(ref)` when already known.
+    The real and the imaginary part of complex numbers are elements of their own.
+
+    y, ref: same shape, same device; `ref` is usually float64 or complex128.  ref_rms: `rms(ref)` when already known.
     """
+    y, ref = as_real(y), as_real(ref)
     return _worst(y, ref, (rms(ref) if ref_rms is None else ref_rms) + floor(y))[0]
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor with its (real, imaginary) parts as one more dimension; any other as it is."""
+    import torch
+
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def floor(y: torch.Tensor) -> float:
@@ -71,7 +81,7 @@ class Verdict:
 
 def gate(y: torch.Tensor, ref: torch.Tensor, dtype: str, ref_rms: float | None = None, slack: float = 1.0) -> Verdict:
     """Accept or reject a result against `DTYPES[dtype].tolerance` times the workload's `slack`. Shapes must be equal."""
-    tolerance = slack * DTYPES[dtype].tolerance
+    tolerance, y, ref = slack * DTYPES[dtype].tolerance, as_real(y), as_real(ref)
     error, at = _worst(y, ref, (rms(ref) if ref_rms is None else ref_rms) + floor(y))
     if error <= tolerance:
         return Verdict(error, None)

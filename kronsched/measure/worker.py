@@ -29,6 +29,7 @@ from kronsched.measure.arena import Arena, same_bytes
 from kronsched.measure.base import BuildResult, RunResult
 from kronsched.measure.check import gate, rms
 from kronsched.measure.energy import EnergyObserver, joules_per_call
+from kronsched.measure.memory import free_bytes
 from kronsched.measure.timing import TimingPlan, noise, repeated, sets_for, time_calls
 from kronsched.schedules.base import Schedule
 from kronsched.space import Value
@@ -269,7 +270,7 @@ class Bench:
             output_spec, inputs = self.session.workload.output, self.problem(0).inputs
             output = torch.empty(output_spec.shape, dtype=DTYPES[output_spec.dtype].torch(), device=self._device)
             size = sum(t.nbytes for t in inputs) + output.nbytes
-            self._arena = Arena(inputs, output, sets_for(size, self.session.device, self._free_bytes()))
+            self._arena = Arena(inputs, output, sets_for(size, self.session.device, free_bytes(self.session.device)))
         return self._arena
 
     def forget(self, which: int) -> None:
@@ -292,24 +293,6 @@ class Bench:
         except Exception:
             return False
         return True
-
-    def _free_bytes(self) -> int:
-        import torch
-
-        if self._stream is not None:
-            return int(torch.cuda.mem_get_info(self._device)[0])
-        return free_host_bytes()
-
-
-def free_host_bytes() -> int:
-    """Host memory that can be had without swapping; 1 GiB where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        pass
-    return 1 << 30  # not Linux: enough for a modest rotation
 
 
 _benches: dict[str, Bench] = {}

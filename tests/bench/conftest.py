@@ -18,7 +18,9 @@ class FakeModule:
     space = "kron_fake"
     config: dict[str, int] = {"rows": 2}  # noqa: RUF012
     origin = "log"
-    manifest = SimpleNamespace(launches=(1, 2))
+    expected_us: float | None = None
+    manifest = SimpleNamespace(launches=(1, 2), constant_launches=lambda names: ())
+    workload = SimpleNamespace(weight_names=())
 
     def __init__(self, fault: float = 0.0) -> None:
         self.fault = fault

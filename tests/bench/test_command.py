@@ -119,15 +119,15 @@ def test_a_quick_tune_is_told_what_to_beat(suites: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--log", "a.jsonl", "--log-dir", "b"], "log and log_dir are not allowed together"),
+        (["--log", "a.jsonl", "--log-dir", "b"], "--log and --log-dir are not allowed together"),
         (["--dtype", "float12"], "dtype='float12' is not allowed"),
         (["-o", "/proc/no/such.json"], "cannot be written"),
         (["--tune", "-1"], "'--tune'"),
         (["--shard", "3/2"], "'3/2' is not allowed: write I/N"),
         (["--shard", "x"], "'x' is not allowed: write I/N"),
-        (["--resume"], "resume needs output"),
-        (["--for", "1"], "energy, for and resume are only allowed with quick"),
-        (["--quick", "--beat", "r.json"], "beat is only allowed with quick and tune"),
+        (["--resume"], "--resume needs --output"),
+        (["--for", "1"], "--energy, --for and --resume are only allowed with --quick"),
+        (["--quick", "--beat", "r.json"], "--beat is only allowed with --quick and --tune"),
         (["--quick", "--tune", "1", "--beat", "/no/such.json"], "results '/no/such.json' cannot be read"),
     ],
 )

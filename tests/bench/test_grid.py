@@ -36,7 +36,8 @@ def _candidate(name: str) -> Candidate:
 
 def _record(workload: Workload, name: str, us: float | None) -> TuningRecord:
     run = RunResult("ok", None, (us,)) if us is not None else RunResult("wrong_result", "off")
-    return record_of(workload, H200, "s", "digest", Measured(_candidate(name), BuildResult("ok"), run), {})
+    build = BuildResult("ok", source_sha256="0" * 64)
+    return record_of(workload, H200, "s", "digest", Measured(_candidate(name), build, run), {})
 
 
 # -- which shape is next --------------------------------------------------------------------------------
@@ -88,6 +89,23 @@ def test_the_best_of_the_nearest_comes_first_and_failures_never() -> None:
     search.tell(_record(GRID[far], "far", 1.0))
     visit = search._visit(GRID.index(KSMatmul(64, (1, 4, 4, 1))), 4)
     assert visit.hints == (_candidate("fast"), _candidate("far"), _candidate("slow"))
+
+
+def test_times_of_former_kernels_are_hints_that_are_measured_again() -> None:
+    search = GridSearch(GRID[:2], H200, trials=50)
+    for name, us in (("slow", 9.0), ("fast", 3.0)):
+        record = _record(GRID[0], name, us)
+        search.tell(replace(record, kernel={**record.kernel, "source_sha256": None}))
+    assert not search.shapes[0].costs and not search.shapes[0].asked
+    visits = [search.next_visit(), search.next_visit()]
+    assert {v.index for v in visits if v} == {0, 1}
+    assert all(v and v.hints == (_candidate("fast"), _candidate("slow")) for v in visits)
+    search = GridSearch(GRID[:2], H200, trials=50)
+    for shape, name, us in ((0, "own", 3.0), (0, "second", 4.0), (1, "theirs", 1.0)):
+        record = _record(GRID[shape], name, us)
+        search.tell(replace(record, kernel={**record.kernel, "source_sha256": None}))
+    visit = search._visit(0, 2)
+    assert visit.hints == (_candidate("own"), _candidate("second"), _candidate("theirs")) and visit.defaults == ()
 
 
 def test_later_visits_go_where_a_target_is_missed() -> None:

@@ -71,7 +71,7 @@ def test_on_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     for arguments, message in [
         (["--from", str(path)], "is not a result"),
         (["--from", str(tmp_path / "none")], "cannot be read"),
-        (["--model", "16"], "model needs from"),
+        (["--model", "16"], "--model needs --from"),
     ]:
         assert run(["bench", "kron-multi", *arguments]) == 2
         assert message in capfd.readouterr().err

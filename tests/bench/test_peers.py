@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import subprocess
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from kronsched import KronMatmul
 from kronsched.bench import peers
 from kronsched.bench.peers import PEERS, PeerUnavailable, kron, peers_of, register_peer
+from kronsched.bench.peers.base import slack_of
 from kronsched.dtypes import DTYPES
 from kronsched.measure.check import max_relative_error
 
@@ -28,6 +30,13 @@ def test_installed_peers_are_right(name: str, workload: KronMatmul) -> None:
             raise
         pytest.skip(str(e))
     assert max_relative_error(call().reshape(workload.output.shape), workload.reference(*inputs)) < DTYPES["float32"].tolerance
+
+
+@pytest.mark.parametrize("group", PEERS)
+def test_peers_and_their_marks_reach_the_runner_process(group: str) -> None:
+    for peer in PEERS[group].values():
+        there = pickle.loads(pickle.dumps(peer))
+        assert slack_of(there) == slack_of(peer) and getattr(there, "information", 0) == getattr(peer, "information", 0)
 
 
 def test_a_family_without_peers_has_its_baseline() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kronsched import KronMatmul
+from kronsched import KronMatmul, KSMatmul
 from kronsched.bench import contest
 from kronsched.bench import run as bench_run
 from kronsched.bench.peers import PEERS
@@ -113,6 +113,68 @@ def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch
     assert row.us is None and row.peers == {"torch_shuffle": None} and "0.0 GB are free" in (row.failure or "")
 
 
+def test_memory_that_earlier_shapes_held_is_given_back_before_a_shape_is_refused(
+    monkeypatch: pytest.MonkeyPatch, ours: Callable[..., None]
+) -> None:
+    ours()
+    free = [100]
+    monkeypatch.setattr(bench_run, "free_bytes", lambda device: free[-1])
+    monkeypatch.setattr(bench_run, "release", lambda device: free.append(1 << 40))
+    assert run_suite([SMALL], CPU, [])[0].us and len(free) == 3  # before the row and after it
+
+
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch, medians: list[float], record: float | None) -> tuple[float, str]:
+    """(time, note) of a thorough contest whose rounds read these medians, the last of them for ever."""
+    found = contest.Contest.__new__(contest.Contest)
+    found.device, found.notes, found.expected = resolve_target("nvidia/h200"), {}, {} if record is None else {"p": record}
+    found._reference, found._ready = torch.zeros(1), {"p": []}
+    monkeypatch.setattr(contest, "_captures", lambda call, device: True)
+    monkeypatch.setattr(contest, "side_stream", lambda device: nullcontext())
+    found._ready["p"].append(lambda: None)
+    monkeypatch.setattr(found, "_round", lambda name: medians.pop(0) if len(medians) > 1 else medians[0])
+    return found.times()["p"], found.notes.get("p", "")
+
+
+@pytest.mark.parametrize(
+    ("medians", "record", "us", "note"),
+    [
+        ([5.0, 62.0, 5.2], None, 5.0, ""),
+        ([62.0, 5.0, 30.0, 5.1], None, 5.0, "timed 62, 5, 30, 5.1 µs"),
+        ([1.0, 5.0, 5.2], None, 5.0, "timed 1, 5, 5.2, 5.2, 5.2 µs"),
+        ([1.0, 2.0, 4.0, 8.0, 16.0], None, 4.0, "timed 1, 2, 4, 8, 16 µs: no two agree"),
+        ([62.0, 5.0, 30.0], 4.9, 5.0, ""),
+        ([5.0], 3.6, 5.0, "timed 5, 5, 5 µs (its record says 3.6)"),
+    ],
+)
+def test_a_best_median_that_nothing_confirms_is_taken_again(
+    monkeypatch: pytest.MonkeyPatch, medians: list[float], record: float | None, us: float, note: str
+) -> None:
+    assert _on_a_gpu(monkeypatch, medians, record) == (us, note)
+
+
+def test_on_a_cpu_long_calls_are_timed_in_fewer_rounds_but_with_one_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = contest.Contest(SMALL.workload, CPU)
+    now, asked = [0.0], list[tuple[str, int]]()
+    many = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(contest.time, "sleep", lambda s: None)
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: now[0])
+    found._ready = {"short": [], "long": []}
+
+    def spend(name: str) -> float:
+        asked.append((name, torch.get_num_threads()))
+        now[0] += {"short": 0.3, "long": 2.0}[name]
+        return float(len(asked))
+
+    monkeypatch.setattr(found, "_round", spend)
+    try:
+        assert found.times() == {"short": 1.0, "long": 2.0}
+        assert [threads for name, threads in asked if name == "long"] == [2, 1, 2, 1, 2, 1]
+        assert [threads for name, threads in asked if name == "short"] == [2, 1] * 4 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(many)
+
+
 def test_published_times_count_only_on_their_device(ours: Callable[..., None]) -> None:
     ours()
     mine = Case(SMALL.workload, {"fastkron": 5.0}, CPU.name)
@@ -159,3 +221,21 @@ def test_results_name_files_without_their_folders(origin: str, shown: str) -> No
 def test_shipped_results_name_no_folder_of_the_machine_they_were_made_on() -> None:
     found = list((Path(__file__).parents[2] / "tuning_logs").rglob("*.json"))
     assert found and [path.name for path in found if "/tmp/" in path.read_text(encoding="utf-8")] == []
+
+
+def test_weights_are_prepared_once_as_those_of_peers() -> None:
+    bound: dict[str, torch.Tensor] = {}
+
+    def bind(**tensors: torch.Tensor) -> Callable[..., str]:
+        bound.update(tensors)
+        return lambda *free: f"bound, called with {len(free)}"
+
+    module: Any = SimpleNamespace(
+        workload=KSMatmul(batch=4, pattern=((2, 3, 4, 1), (1, 2, 3, 2)), bias=True),
+        bind=bind,
+        manifest=SimpleNamespace(constant_launches=lambda names: (0,) if names == ("w0", "w1") else ()),
+    )
+    module.manifest.inputs = module.workload.inputs
+    _, w0, w1, _ = inputs = module.workload.make_inputs(0)
+    assert bench_run._call(module, inputs)() == "bound, called with 2"
+    assert list(bound) == ["w0", "w1"] and bound["w0"] is w0 and bound["w1"] is w1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kronsched
-from kronsched import KronMatmul
+from kronsched import KronMatmul, KSMatmul
 from kronsched.bench import tuning
 from kronsched.bench.run import load_module
 from kronsched.bench.suites import Case
@@ -15,6 +15,7 @@ from kronsched.bench.tuning import BuiltAhead, Logs, build_best, known_count, pr
 from kronsched.errors import UnsupportedError
 from kronsched.hardware import resolve_target
 from kronsched.measure.crew import Crew
+from kronsched.search.result import TuneEvent
 
 CPU = resolve_target("cpu")
 CASES = [Case(KronMatmul(m, ((4, 4), (2, 2)))) for m in (3, 4)]
@@ -47,6 +48,16 @@ def test_two_shapes_are_tuned_by_the_same_workers_and_not_again(tmp_path: Path) 
     assert "2 trials" in said[0] and "best" in said[0] and "none added" in said[2] and "1 trials" in said[4]
     module = load_module(CASES[0].workload, CPU, logs)
     assert module.measured and str(tmp_path) in module.origin
+
+
+def test_a_long_tuning_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, now = list[str](), [0.0]
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now[0])
+    tick = tuning._Ticker("[1/2] a shape", said.append)
+    for done in range(1, 9):
+        now[0] += 4.0
+        tick(TuneEvent("result", 8, done, 1, None, None, None, {}))
+    assert said == [f"[1/2] a shape: {done} of 8 trials, nothing ok yet" for done in (3, 6)]
 
 
 def test_no_shape_is_started_when_time_is_up(tmp_path: Path) -> None:
@@ -109,6 +120,18 @@ def test_what_no_builder_built_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tuning, "load_module", lambda workload, device, logs: workload.label)
     ahead = BuiltAhead(CASES[:1], CPU, Logs(), InlineCrew())  # type: ignore[arg-type]
     assert ahead.module(CASES[0].workload) == CASES[0].workload.label  # type: ignore[comparison-overlap]
+
+
+def test_a_kernel_that_a_peer_runs_is_built_once_when_the_peer_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(tuning, "build_best", lambda workload, *args: asked.append(workload.label))
+    fused = [KSMatmul(8, (2, 3, 4, 2), activation=name) for name in ("gelu", "relu")]
+    cases = [Case(w) for w in fused]
+    BuiltAhead(cases, CPU, Logs(), InlineCrew(), ["bmm", "unfused"])  # type: ignore[arg-type]
+    assert asked == [fused[0].label, fused[0].plain.label, fused[1].label]
+    asked.clear()
+    BuiltAhead(cases, CPU, Logs(), InlineCrew(), ["bmm"])  # type: ignore[arg-type]
+    assert asked == [w.label for w in fused]
 
 
 def test_few_shapes_start_no_workers() -> None:

@@ -20,7 +20,7 @@ from kronsched.bench import versus as bench
 from kronsched.bench.metaschedule_program import metaschedule_program
 from kronsched.bench.peer_metaschedule import GivenProgram, MetaSchedulePeer, prepare, shares
 from kronsched.bench.versus import Match, Side, _follow, geomean, run_side, versus
-from kronsched.cli.root import cli
+from kronsched.cli.root import cli, run
 from kronsched.cli.shapes import shapes_of
 from kronsched.cli.versus import _Progress
 from kronsched.errors import ArgumentError, UnsupportedError
@@ -95,8 +95,31 @@ def test_skip_and_limit_choose_shapes() -> None:
     every = shapes_of("conv2d", None, 0, None)
     assert len(every) == 4
     assert shapes_of("conv2d", None, 2, 1) == every[2:3]
-    with pytest.raises(ArgumentError, match="skip=4 is not allowed: there are 4 shapes"):
+    with pytest.raises(ArgumentError, match="--skip=4 is not allowed: there are 4 shapes"):
         shapes_of("conv2d", None, 4, None)
+
+
+def test_a_family_without_the_default_suite_has_its_first() -> None:
+    assert shapes_of("gemm", None, 0, None)[0].family == "gemm"
+    with pytest.raises(ArgumentError, match=r"suite family='cats' is not allowed: choose one of conv2d, .* a JSON file"):
+        shapes_of("cats", None, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("versus conv2d", "--seconds or --trials is needed"),
+        ("versus conv2d --trials 1 --seed -1", "--seed=-1 is not allowed"),
+        ("versus conv2d --trials 1 --build-timeout 1e9", "--build-timeout=1000000000.0 is not allowed"),
+        ("versus conv2d --trials 1 --peer-strategy luck", "--peer-strategy='luck' is not allowed: choose one of evolutionary"),
+        ("versus kron --trials 1", "MetaSchedule as a peer serves conv2d and dense gemm, not kron"),
+        ("versus conv2d --trials 1 -o /none/x.json", "--output='/none/x.json' cannot be written"),
+        ("ablate conv2d --schedule none", "--schedule='none' is not allowed: choose one of conv2d_cuda_mma"),
+    ],
+)
+def test_errors_name_the_options(capsys: pytest.CaptureFixture[str], args: str, said: str) -> None:
+    assert run(args.split()) == 2
+    assert capsys.readouterr().err.startswith(f"kronsched: {said}")
 
 
 @pytest.mark.slow

@@ -240,3 +240,14 @@ def test_anything_beyond_underflow_is_wrong_where_the_reference_is_zero() -> Non
     zero = torch.zeros(2, dtype=torch.float64)
     assert max_relative_error(zero, zero) == 0.0
     assert max_relative_error(torch.tensor([0.0, 1e-30], dtype=torch.float64), zero) > 1e200
+
+
+def test_the_parts_of_complex_numbers_are_compared_one_by_one() -> None:
+    ref = torch.complex(torch.full((4,), 100.0, dtype=torch.float64), torch.arange(4, dtype=torch.float64))
+    assert max_relative_error(ref.to(torch.complex64), ref) < 1e-7
+    assert max_relative_error(ref.to(torch.complex64).conj(), ref) > 0.01, "a wrong sign of the imaginary part"
+    wrong = ref.to(torch.complex64)
+    wrong[2] = complex(100.0, math.inf)
+    verdict = gate(wrong, ref, "complex64")
+    assert verdict.error == math.inf
+    assert verdict.message is not None and "at (2, 1): got inf, expected 2" in verdict.message

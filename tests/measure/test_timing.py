@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kronsched.hardware import PRESETS, resolve_target
-from kronsched.measure import energy
+from kronsched.measure import energy, timing
 from kronsched.measure.baseline import time_callable
 from kronsched.measure.energy import NvmlEnergy, joules_per_call
 from kronsched.measure.timing import CPU_PLAN, CUDA_PLAN, MAX_SETS, UNKNOWN_CACHE, TimingPlan, noise, sets_for, time_calls
@@ -53,6 +53,24 @@ def test_sample_counts_keep_the_budget_and_the_minimum() -> None:
     # A short kernel's timing stays within 0.15 s.
     for sample_us in (200.0, 1_000.0, 10_000.0):
         assert CUDA_PLAN.samples(sample_us) * sample_us <= 0.15e6
+
+
+@pytest.mark.parametrize(
+    ("readings", "us", "taken"),
+    [
+        ([3.0, 3.1], 3.0, 2),
+        ([4000.0, 3.0, 3.1], 3.0, 3),  # the host was busy
+        ([4000.0, 3.0, 9000.0], 3.0, 3),
+        ([20_000.0, 19_000.0], 19_000.0, 2),
+        ([200_000.0], 200_000.0, 1),
+    ],
+)
+def test_one_late_reading_does_not_say_how_long_a_call_takes(
+    monkeypatch: pytest.MonkeyPatch, readings: list[float], us: float, taken: int
+) -> None:
+    left = list(readings)
+    monkeypatch.setattr(timing, "once_us", lambda call: left.pop(0))
+    assert timing.first_look_us(lambda: None) == us and len(readings) - len(left) == taken
 
 
 def test_noise() -> None:

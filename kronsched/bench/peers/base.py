@@ -38,6 +38,12 @@ def for_information(peer: Peer) -> Peer:
     return peer
 
 
+def kernel_of(peer: Peer, workload: Workload) -> Workload | None:
+    """The workload whose kernel of ours the peer runs, which its attribute `kernel_of` tells; None for other peers."""
+    found: Callable[[Workload], Workload] | None = getattr(peer, "kernel_of", None)
+    return found(workload) if found is not None else None
+
+
 def slack_of(peer: Peer) -> float:
     """How many times the dtype's tolerance a peer's result may be off."""
     return float(getattr(peer, "slack", SLACK))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kronsched.bench.peers.base import PeerUnavailable, for_information
+from kronsched.bench.peers.base import PeerUnavailable
 from kronsched.errors import UnsupportedError
 from kronsched.hardware import Device, floor_us, measure_ceilings, resolve_target
 from kronsched.nn import ks_select_library as library
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from kronsched.bench.peers.base import Peer
+    from kronsched.runtime.module import TunedModule
     from kronsched.workloads.base import Workload
 
 HOPELESS = 12.0
@@ -142,29 +143,48 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def then_passes(make: Peer) -> Peer:
-    """A peer of the plain product, then torch's operations for bias, activation and residual."""
+@dataclass(frozen=True)
+class ThenPasses:
+    """A peer of the plain product, then torch's operations for bias, activation and residual.
 
-    def peer(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    kernel_of: the workload whose kernel of ours it runs, if it does.  information: whether it is timed for information only.
+    """
+
+    make: Peer
+    kernel_of: Callable[[Workload], Workload] | None = None
+    information: bool = False
+
+    def __call__(self, workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """As any peer."""
         assert isinstance(workload, KSMatmul)
         x, weights, bias, residual = workload.parts(inputs)
-        call = make(workload.plain, [x, *weights])
+        call = self.make(workload.plain, [x, *weights])
         return lambda: finished(call(), workload.activation, bias, residual, workload.batch_first)
-
-    return peer
 
 
 def our_kernel(workload: Workload, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Our kernel of the plain product."""
-    from kronsched.runtime.load import load
-
-    module = load(workload, device=str(inputs[0].device))
+    module = _loaded(workload, str(inputs[0].device))
     return lambda: module(*inputs)
 
 
+@functools.lru_cache(maxsize=1)
+def _loaded(workload: Workload, device: str) -> TunedModule:
+    """One module for all copies of a shape's inputs."""
+    from kronsched.runtime.load import load
+
+    return load(workload, device=device)
+
+
+def plain_of(workload: Workload) -> Workload:
+    """The product without its epilogue."""
+    assert isinstance(workload, KSMatmul)
+    return workload.plain
+
+
 FUSED_PEERS: dict[str, Peer] = {
-    "unfused": for_information(then_passes(our_kernel)),
-    **{name: then_passes(partial(by_library, name)) for name in ("strided_bmm", "bmm", "dense")},
+    "unfused": ThenPasses(our_kernel, plain_of, information=True),
+    **{name: ThenPasses(partial(by_library, name)) for name in ("strided_bmm", "bmm", "dense")},
 }
 """Peers of products with an epilogue."""
 
