@@ -43,7 +43,7 @@ class TorchSignature:
         for t, (dtype, shape) in zip(tensors, self.inputs, strict=True):
             if type(t) not in self._plain or t.dtype is not dtype or t.shape != shape or (recording and t.requires_grad):
                 return False
-            if t.device != self.device or not t.is_contiguous() or t.is_neg() or not self.aligned(t):
+            if t.device != self.device or not t.is_contiguous() or t.is_neg() or t.is_conj() or not self.aligned(t):
                 return False
         return not (forward_ad._current_level >= 0 and any(carries_tangent(t) for t in tensors))
 
@@ -155,7 +155,7 @@ def carries_tangent(tensor: torch.Tensor) -> bool:
 def check_out(contiguous: bool, address: int, nbytes: int, inputs: Sequence[tuple[str, int, int]]) -> None:
     """Check a given `out`: contiguous, and no byte shared with an input given as (name, address, bytes)."""
     if not contiguous:
-        raise ArgumentError("out is not contiguous: a row-major contiguous tensor is needed")
+        raise ArgumentError("out is not contiguous, or lazily conjugated or negated: a plain row-major tensor is needed")
     for name, start, size in inputs:
         if start < address + nbytes and address < start + size:
             raise ArgumentError(f"out shares memory with {name}: the result cannot be computed in place")

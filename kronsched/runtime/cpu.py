@@ -10,7 +10,7 @@ import ctypes
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,9 @@ class CpuExecutable:
             frame.result.type_index = _NONE
             if function(args, count, ctypes.byref(frame.result)) != 0:
                 raise RuntimeError(f"{launch.symbol} of {self.manifest.space} failed: {raised_error()}")
+
+    def bind(self, tensors: Mapping[str, TensorLike]) -> None:
+        """See `Executable`. There is no such launch: CPU programs are one function."""
 
 
 class _Frame:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,12 @@ from kronsched.errors import UnsupportedError
 from kronsched.runtime.executable import TensorLike
 from kronsched.runtime.manifest import LaunchSpec, Manifest
 from kronsched.runtime.tensor_map import MapCache, encode
+from kronsched.workloads.base import TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from kronsched.runtime.cuda_binding import CudaBinding
 
 _DEFAULT_SHARED = 48 * 1024  # dynamic shared memory above this must be asked for
 _ALIGN = 256
@@ -49,48 +53,82 @@ class CudaExecutable:
         checked(driver.cuCtxPushCurrent(self._context))
         try:
             (self._module,) = checked(driver.cuModuleLoadData(image))
-            self._launches = [_Kernel(driver, self._module, launch) for launch in manifest.launches]
+            self._launches = [Kernel(driver, self._module, launch) for launch in manifest.launches]
         finally:
             checked(driver.cuCtxPopCurrent())
         self._names = [*(t.name for t in manifest.inputs), manifest.output.name]
-        self._scratch_bytes = 0
-        self._scratch: list[tuple[str, int]] = []
-        for spec in manifest.scratch:
-            self._scratch.append((spec.name, self._scratch_bytes))
-            self._scratch_bytes += -(-spec.nbytes // _ALIGN) * _ALIGN
+        self._scratch = Scratch(manifest.scratch)
         # One call's pointers must not mix with another's between setting them and launching.
         self._lock = threading.Lock()
 
     def __call__(self, inputs: Sequence[TensorLike], output: TensorLike) -> None:
         """See `Executable`."""
-        torch, driver = self._torch, self._driver
-        addresses = {name: t.data_ptr() for name, t in zip(self._names, (*inputs, output), strict=True)}
-        stream = torch.cuda.current_stream(self.device_index).cuda_stream
-        scratch = self._new_scratch() if self._scratch_bytes else None
-        if scratch is not None:
-            base = scratch.data_ptr()
-            addresses.update((name, base + offset) for name, offset in self._scratch)
+        stream = self._torch.cuda.current_stream(self.device_index).cuda_stream
+        self.launch(self._launches, self.addresses(inputs, output), self._scratch, stream)
+
+    def bind(self, tensors: Mapping[str, TensorLike]) -> CudaBinding | None:
+        """See `Executable`."""
+        from kronsched.runtime.cuda_binding import CudaBinding
+
+        constant = self.manifest.constant_launches(tensors)
+        return CudaBinding(self, constant, tensors) if constant else None
+
+    def addresses(self, inputs: Sequence[TensorLike], output: TensorLike) -> dict[str, int]:
+        """Addresses of a call's tensors by name."""
+        return {name: t.data_ptr() for name, t in zip(self._names, (*inputs, output), strict=True)}
+
+    def kernel(self, position: int, overlap: bool) -> Kernel:
+        """The kernel of a launch, with parameters of its own; overlap: whether it may, if the launch may."""
+        launch = self.manifest.launches[position]
+        checked(self._driver.cuCtxPushCurrent(self._context))
+        try:
+            return Kernel(self._driver, self._module, replace(launch, overlap=launch.overlap and overlap))
+        finally:
+            checked(self._driver.cuCtxPopCurrent())
+
+    def launch(self, kernels: Sequence[Kernel], addresses: dict[str, int], scratch: Scratch, stream: int) -> None:
+        """Queue kernels on a stream, torch's current one; scratch is made for them and its addresses are added."""
+        driver = self._driver
+        memory = self.new_scratch(scratch.nbytes) if scratch.nbytes else None
+        if memory is not None:
+            addresses.update(scratch.addresses(memory.data_ptr()))
         with self._lock:
             # The calling thread may have no context yet, or another device's.
             checked(driver.cuCtxPushCurrent(self._context))
             try:
-                for kernel in self._launches:
+                for kernel in kernels:
                     kernel.launch(driver, addresses, stream)
             finally:
                 checked(driver.cuCtxPopCurrent())
         # Freed here, perhaps while still in use on the stream: torch's allocator reuses it on that same stream only.
-        del scratch
+        del memory
 
-    def _new_scratch(self) -> torch.Tensor:
-        import torch
+    def new_scratch(self, nbytes: int) -> torch.Tensor:
+        """Memory of torch's caching allocator."""
+        return self._torch.empty(nbytes, dtype=self._torch.uint8, device=f"cuda:{self.device_index}")
 
-        return torch.empty(self._scratch_bytes, dtype=torch.uint8, device=f"cuda:{self.device_index}")
+
+class Scratch:
+    """Where scratch tensors lie in one piece of memory of `nbytes`."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        """Lay them out one behind the other."""
+        self.nbytes = 0
+        self._offsets: list[tuple[str, int]] = []
+        for spec in specs:
+            self._offsets.append((spec.name, self.nbytes))
+            self.nbytes += -(-spec.nbytes // _ALIGN) * _ALIGN
+
+    def addresses(self, base: int) -> dict[str, int]:
+        """Addresses by name in memory that starts at `base`."""
+        return {name: base + offset for name, offset in self._offsets}
 
 
-class _Kernel:
+class Kernel:
     """A kernel with its parameter block: an array of pointers to 8-byte values, and to 128-byte tensor maps."""
 
     def __init__(self, driver: Any, module: Any, launch: LaunchSpec) -> None:
+        """Look the kernel up in the module."""
         caches = {m.name: MapCache(m, partial(encode, driver)) for m in launch.maps}
         self.maps = [(i, caches[name]) for i, name in enumerate(launch.args) if name in caches]
         self.args = [(i, name) for i, name in enumerate(launch.args) if name not in caches]
@@ -106,7 +144,8 @@ class _Kernel:
         self.symbol = launch.symbol
         self.config = _extended(driver, launch) if launch.overlap or launch.cluster > 1 else None
 
-    def launch(self, driver: Any, addresses: dict[str, int], stream: int) -> None:
+    def launch(self, driver: Any, addresses: Mapping[str, int], stream: int) -> None:
+        """Queue it on a stream."""
         values = self.values
         for i, name in self.args:
             values[i] = addresses[name]

@@ -5,7 +5,7 @@ An executable trusts its caller: shapes, dtypes, device and contiguity are check
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,12 @@ class Executable(Protocol):
 
         On CUDA the work is queued on torch's current stream of the module's device, and can be captured in a CUDA graph. On CPU
         the call returns when the result is there; RuntimeError when the function reports an error.
+        """
+
+    def bind(self, tensors: Mapping[str, TensorLike]) -> Executable | None:
+        """The same module with these inputs, by name, as they are now: launches that depend on them alone are done here, once.
+
+        It is called like the module, with all inputs. None where there is no such launch.
         """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,20 @@ class Manifest:
             raise RecordError(f"{str(where)!r}: field {e} is missing") from None
         except (ValueError, TypeError, AttributeError, RecursionError) as e:
             raise RecordError(f"{str(where)!r} is not a kronsched manifest: {e}") from None
+
+    def constant_launches(self, bound: Collection[str]) -> tuple[int, ...]:
+        """Positions of the launches that depend on the inputs `bound` alone, such as those that reorder weights.
+
+        Each uses one of them, and else nothing but scratch that no other launch before it uses. What it leaves there is only
+        read by the launches behind it; see `kronsched.schedules.base.Launch`.
+        """
+        scratch, used, found = {t.name for t in self.scratch}, set[str](), []
+        for i, launch in enumerate(self.launches):
+            if not launch.tensors.isdisjoint(bound) and launch.tensors <= {*bound, *scratch} - used:
+                found.append(i)
+            else:
+                used |= launch.tensors - set(bound)
+        return tuple(found)
 
     def read_binary(self, directory: Path) -> bytes:
         """The content of `binary_file`; `RecordError` when it is missing or is not what was built."""

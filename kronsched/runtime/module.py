@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from kronsched.runtime.bound import BoundModule
+
 # The custom op names a module by its artefact directory and finds it here, so that it is not loaded twice.
 _live: weakref.WeakValueDictionary[tuple[str, int], TunedModule] = weakref.WeakValueDictionary()
 
@@ -138,7 +140,10 @@ class TunedModule:
         (`KronMatmul`), without `out`. Raises ArgumentError or ArgumentTypeError naming the argument; UnsupportedError where
         gradients cannot be recorded.
         """
-        flat = self.workload.flatten_named(args, named) if named else self.workload.flatten_args(args)
+        return self.call_flat(self.workload.flatten_named(args, named) if named else self.workload.flatten_args(args), out)
+
+    def call_flat(self, flat: Sequence[Any], out: Any) -> Any:
+        """`__call__`, of all inputs in workload order."""
         # Compiling comes first: torch.compile must not see, and guard on, a signature that a later plain call creates.
         plain = out is None and not _is_numpy(flat) and not _is_compiling() and not _is_traced()
         if plain and self._signature is not None and self._signature.fits(flat):
@@ -158,6 +163,21 @@ class TunedModule:
 
             return ops.call(self._handle, flat, out)
         return self.call_torch(flat, out)
+
+    def bind(self, **tensors: torch.Tensor) -> BoundModule:
+        """Fix some inputs, by name (those of `manifest.inputs`): the result is called with the others, in their order.
+
+        What depends on them alone, such as weights in the order that tensor cores read, is computed once, here: on torch's
+        current stream, so bind before a CUDA graph is captured, and keep the result as long as the graph. For inference: bind
+        again after a change of these tensors. Raises ArgumentError or ArgumentTypeError naming the argument.
+        """
+        from kronsched.runtime.bound import BoundModule
+
+        return BoundModule(self, tensors)
+
+    def bind_executable(self, tensors: Mapping[str, torch.Tensor]) -> Executable | None:
+        """`Executable.bind`, for tensors that were checked."""
+        return self._executable.bind(tensors)
 
     def reference(self, *args: Any, **named: Any) -> Any:
         """The result in float64 by the workload's reference, of the same kind and on the same device as the inputs."""
@@ -187,8 +207,8 @@ class TunedModule:
         ready = []
         for spec, tensor in zip(self.manifest.inputs, flat, strict=True):
             arguments.check_torch(spec, tensor, device)
-            if tensor.is_neg():
-                tensor = tensor.resolve_neg()
+            if tensor.is_neg() or tensor.is_conj():
+                tensor = tensor.resolve_neg().resolve_conj()
             tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
             ready.append(tensor if signature.aligned(tensor) else tensor.clone())
         spec = self.manifest.output
@@ -197,7 +217,7 @@ class TunedModule:
         else:
             arguments.check_torch(spec, out, device, "out")
             spans = [(s.name, t.data_ptr(), s.nbytes) for s, t in zip(self.manifest.inputs, ready, strict=True)]
-            arguments.check_out(out.is_contiguous() and not out.is_neg(), out.data_ptr(), spec.nbytes, spans)
+            arguments.check_out(out.is_contiguous() and not (out.is_neg() or out.is_conj()), out.data_ptr(), spec.nbytes, spans)
         if signature.aligned(out):
             self._executable(ready, out)
         else:
@@ -267,7 +287,7 @@ def _from_numpy(array: np.ndarray) -> torch.Tensor:
     """A torch tensor over an array's memory; dtypes torch does not know from numpy pass as bytes."""
     import torch
 
-    if array.dtype.kind in "fiu" and array.dtype.type.__module__ == "numpy":
+    if array.dtype.kind in "fiuc" and array.dtype.type.__module__ == "numpy":
         return torch.from_numpy(array)
     carrier = {1: "uint8", 2: "int16"}[array.dtype.itemsize]
     return torch.from_numpy(array.view(carrier)).view(getattr(torch, array.dtype.name))

@@ -25,6 +25,9 @@ class Launch:
 
     On CUDA each function lowers to exactly one kernel; on CPU to one packed function.
 
+    A launch that uses nothing but inputs and scratch of its own is done once where these inputs are bound (`TunedModule.bind`):
+    launches behind it read what it leaves in its scratch, and do not write there.
+
     overlap: CUDA's programmatic dependent launch: the kernel may start while the one before it on the stream, whichever it is,
     still runs. Only for a kernel whose every thread executes `griddepcontrol.wait` before it reads anything that an earlier
     kernel may have written (constant weights excepted) and before it writes anything at all.

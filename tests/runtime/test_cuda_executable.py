@@ -117,7 +117,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> NotingDriver:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=77 + index))
-    monkeypatch.setattr(CudaExecutable, "_new_scratch", lambda self: torch.empty(self._scratch_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(CudaExecutable, "new_scratch", lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8))
     return driver
 
 
