@@ -3,6 +3,7 @@
 The intermediate of a tile of samples stays in shared memory, and so do the weights of both factors: for small factors, such as
 the (2,48,192,1)(1,192,48,2) of a ViT-S/16 (18.6 µs on an H200 at 25088 samples, two launches 20.1, its bytes alone 9.0). Larger
 weights go factor by factor (ks_cuda_mma.py): streamed through L2 for every tile, they would move more than the intermediate does.
+On Hopper ks_cuda_pair_wgmma.py is faster and serves larger weights, too.
 
     tile of X (rows, a1·c1) ─ first factor ─► middle (rows, a2, d2, c2) ─ second factor ─► tile of Y (rows, a2·b2·d2)
 
