@@ -8,6 +8,8 @@
 The schedules of ks_cuda_mma.py read X and write Y once, but feed tensor cores from registers. They are faster for the smallest
 blocks, and in batch_first with d > 1, where sorting needs scratch tensors as large as X and Y, for all but the largest.
 
+Where weights are packed first, the first samples are asked for meanwhile. ks_cuda_tma_last.py turns the products of batch_last.
+
 Read first: `KSCudaTma.apply`, then ks_tile_plan.py.
 """
 
@@ -73,7 +75,7 @@ class KSCudaTma(Schedule):
                 return str(e)
             return None
 
-        return SearchSpace(self.name, [_fitting(knob, workload) for knob in load_knobs(self.name)], check)
+        return SearchSpace(self.name, [_fitting(knob, self.extents(workload)) for knob in load_knobs(self.name)], check)
 
     def default_config(self, workload: Workload, device: Device) -> Config:
         """The valid config of least predicted time."""
@@ -98,8 +100,6 @@ class KSCudaTma(Schedule):
         All packing comes first. Every launch may start while the one before it runs, and waits for it before it reads anything.
         """
         import tvm
-
-        from kronsched.schedules.ks_tile_kernel import multiply_kernel
 
         assert isinstance(workload, KSMatmul)
         plans, dtype = self.plans(workload, config, device), workload.dtype
@@ -129,8 +129,9 @@ class KSCudaTma(Schedule):
                 x, y = scratch_of(f"s{i}", prod(source.shape)), scratch_of(f"m{i}", prod(target.shape))
                 add(later, f"ks_sort_{i}", sort_kernel(workload.batch * a, c, d, dtype, merge=False), source, x)
             epilogue, more = ending(workload, i)
-            plan = replace(plan, epilogue=epilogue, last=i == len(plans) - 1 and not plan.sorts)
-            add(later, f"ks_{i}", multiply_kernel(plan, "multiply"), x, weight, y, *more)
+            early = plan.packs and i == 0 and not plan.batch_first
+            plan = replace(plan, epilogue=epilogue, last=i == len(plans) - 1 and not plan.sorts, early=early)
+            add(later, f"ks_{i}", self.kernel(plan), x, weight, y, *more)
             if plan.sorts:
                 add(later, f"ks_merge_{i}", sort_kernel(workload.batch * a, b, d, dtype, merge=True), y, target)
         return Scheduled(tvm.IRModule(funcs), (*first, *later), tuple(scratch))
@@ -146,8 +147,8 @@ class KSCudaTma(Schedule):
         plans = self.plans(workload, config, device)
         parts = [{**parts_us(p, device), "predicted_us": predicted_us(p, device)} for p in plans]
         p = plans[0]
-        waves = p.units / p.blocks
-        useful = p.workload.m * p.workload.n / (p.tiles * p.block_m * p.block_n)
+        waves = p.units / p.workers
+        useful = p.workload.m * p.workload.n / (p.tiles * p.cluster * p.block_m * p.block_n)
         return {
             **{name: sum(part[name] for part in parts) for name in parts[0]},
             "units": float(p.units),
@@ -158,15 +159,26 @@ class KSCudaTma(Schedule):
             "bytes_in_flight": float(p.stages * p.stage_bytes),
         }
 
+    def extents(self, workload: KSMatmul) -> Mapping[str, int]:
+        """Rows and columns of the largest product, by the knob that cuts them."""
+        wide = max(b for _, b, _, _ in workload.patterns)
+        rows, columns = (workload.batch, wide) if workload.batch_first else (wide, workload.batch)
+        return {"block_m": rows, "block_n": columns}
+
+    def kernel(self, plan: TilePlan) -> Any:
+        """The PrimFunc of a factor's multiplying launch."""
+        from kronsched.schedules.ks_tile_kernel import multiply_kernel
+
+        return multiply_kernel(plan, "multiply")
+
     def plans(self, workload: KSMatmul, config: Config, device: Device) -> list[TilePlan]:
         """The plan of each factor. Raises InvalidConfig."""
         return [plan_tile(workload, pattern, config, device) for pattern in workload.patterns]
 
 
-def _fitting(knob: Knob, w: KSMatmul) -> Knob:
-    """The knob with the values that can matter for this workload."""
-    wide = max(b for _, b, _, _ in w.patterns)
-    extent = {"block_m": w.batch if w.batch_first else wide, "block_n": wide if w.batch_first else w.batch}.get(knob.name)
+def _fitting(knob: Knob, extents: Mapping[str, int]) -> Knob:
+    """The knob with the values that can matter for tiles of products of such extents."""
+    extent = extents.get(knob.name)
     return Knob(knob.name, tuple(v for v in knob.values if extent is None or fits(int(v), extent)), knob.help)
 
 

@@ -35,6 +35,8 @@ UNIT_BYTES = 128
 FEW_CHUNKS = 4
 """So many chunks of k a compiler may unroll."""
 _OTHER_REGISTERS = 48
+LONG_ROWS = 96
+"""Steps of k from which on blocks of 16-bit elements that work side by side in memory were faster on an H200."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class LastPlan:
     after: str = ""  # as in MmaPlan
     gather: bool = False  # blocks put their weights in order themselves
     epilogue: Epilogue = NONE
+    in_rows: bool = False  # neighbouring blocks take neighbouring samples of a slice, else the same samples of other slices
 
     @cached_property
     def item(self) -> int:
@@ -239,6 +242,7 @@ def plan_last(w: KSMatmul, pattern: Pattern, config: Config, device: Device) -> 
         min_blocks=int(config["min_blocks"]),
         wgmma=wgmma,
         vector=vector,
+        in_rows=wgmma and item == 2 and config["weights"] != "gather" and c >= LONG_ROWS,
     )
     check_wgmma(wgmma, plan.warps_n, device)
     check_limits(plan, device)

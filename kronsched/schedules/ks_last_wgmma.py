@@ -85,8 +85,8 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": p.min_blocks})
         cta = T.cta_id([NSL * G])
         tx = T.thread_id([NT])
-        sl: T.let = cta % NSL
-        g0: T.let = cta // NSL
+        sl: T.let = cta // G if p.in_rows else cta % NSL
+        g0: T.let = cta % G if p.in_rows else cta // NSL
         jb: T.let = sl % nJ
         il: T.let = sl // nJ % d
         ib: T.let = sl // (nJ * d)

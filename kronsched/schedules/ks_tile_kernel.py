@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from kronsched.schedules.gemm_dense_wgmma_kernel import WgmmaKernel
-from kronsched.schedules.gemm_dense_wgmma_mainloop import evaluate
+from kronsched.schedules.gemm_dense_wgmma_mainloop import Ring, evaluate
 from kronsched.schedules.gemm_dense_wgmma_plan import PANEL_BYTES, ROW_BYTES
 from kronsched.schedules.gemm_dense_wgmma_store import Store
 from kronsched.schedules.ks_epilogue import SCRATCH, half_of, word_maker
@@ -27,15 +27,21 @@ EVICT_FIRST = 0x12F0000000000000
 
 def multiply_kernel(plan: TilePlan, name: str) -> Any:
     """The PrimFunc over flat x, w, y, laid out as `plan.data` and `plan.weights` say, then what the epilogue takes."""
+    wide = plan.panel_columns
+    boxes = {"x": (plan.block_k, plan.block_m), "w": (plan.block_k, plan.block_n), "y": (wide, 64)}
+    if not plan.batch_first:
+        boxes |= {"x": (wide, plan.block_k), "w": (plan.block_k, plan.block_m)}
+    return tile_kernel(KSTileKernel, plan, name, boxes)
+
+
+def tile_kernel(kind: type[KSTileKernel], plan: TilePlan, name: str, boxes: dict[str, tuple[int, int]]) -> Any:
+    """The PrimFunc of a kind of program; boxes: what one TMA instruction moves of each tensor, (fast axis, rows)."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as I
 
     a, b, c, d = plan.pattern
-    dtype, wide = plan.workload.a_dtype, plan.panel_columns
+    dtype = plan.workload.a_dtype
     views = {"x": plan.data(c), "w": plan.weights, "y": plan.data(b)}
-    boxes = {"x": (plan.block_k, plan.block_m), "w": (plan.block_k, plan.block_n), "y": (wide, 64)}
-    if not plan.batch_first:
-        boxes |= {"x": (wide, plan.block_k), "w": (plan.block_k, plan.block_m)}
     with IRBuilder() as builder:
         with I.prim_func():
             I.func_name(name)
@@ -45,7 +51,7 @@ def multiply_kernel(plan: TilePlan, name: str) -> Any:
             tensors |= {n: I.arg(n, I.buffer((sizes[n],), dtype)) for n in plan.epilogue.tensors}
             I.device_entry()
             with I.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}):
-                KSTileKernel(plan, tensors, tensors["y"], maps).emit()
+                kind(plan, tensors, tensors["y"], maps).emit()
         return builder.get()
 
 
@@ -68,7 +74,7 @@ def _tensor_map(tensor: Any, name: str, dtype: str, view: TensorView, box: tuple
     return handle
 
 
-class _Store(Store):
+class TileStore(Store):
     """Stores panels to the slice `part` of Y, with an epilogue on the way."""
 
     plan: TilePlan
@@ -167,12 +173,13 @@ class KSTileKernel(WgmmaKernel):
     """A kernel under construction; `part` is the slice i·d + l."""
 
     plan: TilePlan
-    store = _Store
+    store: type[Store] = TileStore
 
     def __init__(self, plan: TilePlan, tensors: dict[str, Any], y: Any, maps: dict[str, Any]) -> None:
         """Take the kernel's parts."""
         super().__init__(plan, tensors, y, maps)
         self.k_major = plan.batch_first
+        self.begun = False
 
     def place(self, n: Any) -> tuple[Any, Any, Any, Any, Any]:
         """(first row, first column, slice, first trip, trips) of this block's n-th unit, in the order of `TilePlan.place`."""
@@ -181,25 +188,88 @@ class KSTileKernel(WgmmaKernel):
 
         plan, name = self.plan, IRBuilder.name
         unit = name("unit", I.Bind(self.worker + n * plan.workers))
-        row, column, part = plan.place(unit)
+        row, column, part = self._tile(unit)
         row, column = name("row", I.Bind(row * plan.block_m)), name("column", I.Bind(column * plan.block_n))
         part = name("part", I.Bind(part))
         return row, column, part, 0, plan.trips
 
+    def _tile(self, unit: Any) -> tuple[Any, Any, Any]:
+        """(row, column, slice) of a unit, in tiles."""
+        return self.plan.place(unit)
+
+    def _sync(self) -> None:
+        """See the base class; then, before this launch waits for the one before it, ask for the first samples."""
+        from tvm.script import tirx as T
+        from tvm.tirx.script.builder import ir as I
+
+        super()._sync()
+        plan = self.plan
+        if plan.prefilled and not self.begun:
+            with I.If(self.tx == 0), I.Then():
+                place = self.place(0)[:3]
+                for s in range(plan.prefilled):
+                    full = self._full(s)
+                    evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, T.uint32(plan.stage_bytes)))
+                    self._load_samples(s * plan.stage_bytes, full, place, s * plan.block_k)
+        self.begun = True
+
+    def _produce(self) -> None:
+        """See the base class; the first stages may lack only their weights."""
+        from tvm.script import tirx as T
+        from tvm.script.ir_builder import IRBuilder
+        from tvm.tirx.script.builder import ir as I
+
+        plan = self.plan
+        if not plan.prefilled:
+            super()._produce()
+            return
+        place = self.place(0)[:3]
+        for s in range(plan.prefilled):
+            self._load_weights(s * plan.stage_bytes, self._full(s), place, s * plan.block_k)
+        ring = Ring(plan.stages, 1)
+        ring.jump(plan.prefilled)
+        with self._units() as n:
+            row, column, part, _, trips = self.place(n)
+            begin = IRBuilder.name("begin", I.Bind(T.Select(n == 0, plan.prefilled, 0)))
+            with I.serial(0, trips - begin) as trip:
+                evaluate(T.cuda.mbarrier_wait(self._empty(ring.stage), ring.phase))
+                full, at = self._full(ring.stage), ring.stage * plan.stage_bytes
+                evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, T.uint32(plan.stage_bytes)))
+                self.fetch(at, full, row, column, part, (begin + trip) * plan.block_k)
+                ring.advance()
+
     def fetch(self, at: Any, full: Any, row: Any, column: Any, part: Any, k: Any) -> None:
         """Copy what a stage holds: rows first, then columns; in batch_last these come 64 samples at a time."""
-        plan = self.plan
-        columns = at + plan.block_m * ROW_BYTES
+        place = row, column, part
+        if self.plan.batch_first:
+            self._load_samples(at, full, place, k)
+        self._load_weights(at, full, place, k)
+        if not self.plan.batch_first:
+            self._load_samples(at, full, place, k)
+
+    def _load_samples(self, at: Any, full: Any, place: tuple[Any, Any, Any], k: Any) -> None:
+        plan, (row, column, part) = self.plan, place
         if plan.batch_first:
             self._load("x", at, full, (k, row), part)
-            self._load("w", columns, full, (k, column), part)
             return
-        self._load("w", at, full, (k, row), part)
+        columns = at + plan.block_m * ROW_BYTES
         for i in range(plan.block_n // plan.panel_columns):
             self._load("x", columns + i * PANEL_BYTES, full, (column + i * plan.panel_columns, k), part)
 
-    def _load(self, name: str, at: Any, full: Any, place: tuple[Any, Any], part: Any) -> None:
+    def _load_weights(self, at: Any, full: Any, place: tuple[Any, Any, Any], k: Any) -> None:
+        plan, (row, column, part) = self.plan, place
+        if plan.batch_first:
+            self._load("w", at + plan.block_m * ROW_BYTES, full, (k, column), part)
+        else:
+            self._load("w", at, full, (k, row), part)
+
+    def _load(self, name: str, at: Any, full: Any, place: tuple[Any, Any], part: Any, to_all: bool = False) -> None:
+        """Copy a box to byte `at` of this block, or of every block of its cluster."""
         from tvm.script import tirx as T
 
         d = self.plan.pattern[3]
-        evaluate(T.ptx[LOAD](self._at(at), T.address_of(self.maps[name]), *place, part % d, part // d, full))
+        operands = (self._at(at), T.address_of(self.maps[name]), *place, part % d, part // d, full)
+        if to_all:
+            evaluate(T.ptx[f"{LOAD}.multicast::cluster"](*operands, T.uint16(2**self.plan.cluster - 1)))
+        else:
+            evaluate(T.ptx[LOAD](*operands))

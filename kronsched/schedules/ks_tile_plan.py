@@ -18,7 +18,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from kronsched.errors import InvalidConfig
-from kronsched.schedules.gemm_dense_wgmma_plan import ROW_BYTES, DensePlan, plan_dense
+from kronsched.schedules.gemm_dense_wgmma_plan import DensePlan, plan_dense
 from kronsched.space import Config
 from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.ks import KSMatmul, Pattern
@@ -75,12 +75,33 @@ class TilePlan(DensePlan):
     batch_first: bool = True
     epilogue: Epilogue = NONE
     last: bool = True  # nothing of ours reads what the launch writes
+    early: bool = False  # the launch before this one writes only weights: samples may be read before it has ended
 
     @property
     def units(self) -> int:
         """Tiles of all slices."""
         a, _, _, d = self.pattern
         return self.tiles * a * d
+
+    @property
+    def samples(self) -> int:
+        """The batch."""
+        return self.workload.m if self.batch_first else self.workload.n
+
+    @property
+    def output_tiles(self) -> int:
+        """Tiles along the outputs of a slice, which read the same samples."""
+        return self.n_tiles if self.batch_first else self.m_tiles
+
+    @property
+    def fetched(self) -> int:
+        """Bytes a block asks the L2 cache for in a trip."""
+        return self.stage_bytes
+
+    @property
+    def prefilled(self) -> int:
+        """Stages whose samples are asked for before the launch before this one has ended: of a block's first unit."""
+        return min(self.stages, self.trips) if self.early else 0
 
     @property
     def sorts(self) -> bool:
@@ -122,7 +143,7 @@ class TilePlan(DensePlan):
     def data(self, features: int) -> TensorView:
         """Of X (features = c) or Y (features = b), or of their sorted copies."""
         a, _, _, d = self.pattern
-        batch = self.workload.m if self.batch_first else self.workload.n
+        batch = self.samples
         if not self.batch_first:
             return TensorView((batch, features, d, a), (d * batch, batch, features * d * batch))
         return TensorView((features, batch, d, a), (a * d * features, features, d * features))
@@ -160,18 +181,17 @@ def parts_us(p: TilePlan, device: Device) -> dict[str, float]:
     rate = device.peak_gflops.get(p.workload.a_dtype, 500_000.0) * _SUSTAINED / device.units  # flops a nanosecond
     product = 2 * p.block_m * p.block_n * p.block_k / rate * (1.0 if p.warpgroups > 1 else _ONE_GROUP)
     product /= min(1.0, p.block_m * p.block_n / (p.block_m + p.block_n) / _NARROW)
-    fetch = (p.block_m + p.block_n) * ROW_BYTES / _L2_BYTES_NS
+    fetch = p.fetched / _L2_BYTES_NS
     main = p.trips * max(product, fetch, _LATENCY_NS / p.stages)
     both = main + p.block_m * p.block_n * ITEM / _STORE_BYTES_NS
     unit = max(main, both / 2 + _TURN_NS) if p.pingpong else both
-    batch = p.workload.m if p.batch_first else p.workload.n
-    x, y, w = (ITEM * n for n in (batch * a * c * d, batch * a * b * d, a * b * c * d))
+    x, y, w = (ITEM * n for n in (p.samples * a * c * d, p.samples * a * b * d, a * b * c * d))
     gigabytes = device.bandwidth_gbs * 1e3
-    again = _AGAIN * min(_AGAIN_MOST, (p.n_tiles if p.batch_first else p.m_tiles) - 1)
+    again = _AGAIN * min(_AGAIN_MOST, p.output_tiles - 1)
     return {
-        "mma_us": p.units * p.trips * product / p.blocks / 1e3,
-        "cache_us": p.units * p.trips * fetch / p.blocks / 1e3,
-        "unit_us": ceil(p.units / p.blocks) * unit / 1e3,
+        "mma_us": p.units * p.trips * product / p.workers / 1e3,
+        "cache_us": p.units * p.trips * fetch / p.workers / 1e3,
+        "unit_us": ceil(p.units / p.workers) * unit / 1e3,
         "memory_us": (x * _READ * (1 + again) + y * _WRITTEN + w) / gigabytes,
         "copies_us": (2.0 if p.packs else 0.0) + (4.0 + 2 * (x + y) / (_COPY_SHARE * gigabytes) if p.sorts else 0.0),
     }
