@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     import torch
 
 
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
 @dataclass(frozen=True)
 class DType:
     """One element type.
 
-    name: the public name, the same in torch, numpy (with ml_dtypes) and TVM.
+    name: the public name, the same in torch, numpy (with ml_dtypes) and TVM. TVM has no complex dtypes: a program has `part`
+        with a last dimension of 2 in their place.
     bits: storage bits of one element.
     accumulate: dtype in which sums are kept. Never below float32 for floating types.
     tolerance: largest accepted `max_relative_error` (see `kronsched.measure.check`), times `Workload.slack`, of a result in
@@ -28,6 +32,16 @@ class DType:
     bits: int
     accumulate: str
     tolerance: float
+
+    @property
+    def part(self) -> str:
+        """The dtype of the real and the imaginary part of a complex dtype; the name itself of any other."""
+        return _PARTS.get(self.name, self.name)
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether an element is a (real, imaginary) pair."""
+        return self.name in _PARTS
 
     @property
     def itemsize(self) -> int:
@@ -58,6 +72,8 @@ DTYPES: dict[str, DType] = {
     for d in (
         DType("float64", 64, "float64", 1e-11),
         DType("float32", 32, "float32", 3e-5),
+        DType("complex128", 128, "complex128", 1e-11),
+        DType("complex64", 64, "complex64", 3e-5),
         DType("float16", 16, "float32", 8e-3),
         DType("bfloat16", 16, "float32", 6e-2),
         DType("float8_e4m3fn", 8, "float32", 0.25),

@@ -74,6 +74,8 @@ def changed(**options: str) -> list[str]:
         (["bench", "cats", "--suite", "large"], "suite family='cats' is not allowed: choose one of conv2d"),
         (["bench", "kron", "--suite", "large", "--peers", "me", "--target", "cpu", "--limit", "1"], "peer='me' is not allowed"),
         (["bench", "kron", "--suite", "large", "--target", "nvidia/h200"], "not on this machine"),
+        (["bench", "ks", "--quick", "--for", "nan"], "'--for': nan is not a finite number"),
+        (["versus", "gemm", "--seconds", "inf"], "'--seconds': inf is not a finite number"),
         (["--plugin", "no_such_module", "doctor"], "plugin='no_such_module' cannot be imported"),
         (["--plugin", "/none.py", "doctor"], "plugin='/none.py' is not allowed"),
     ],

@@ -45,29 +45,34 @@ def check_factors(factors: Any) -> list[Tensor]:
     if not 1 <= len(listed) <= MAX_FACTORS:
         raise ArgumentError(f"factors: {len(listed)} given, 1 to {MAX_FACTORS} are allowed")
     for i, f in enumerate(listed):
-        if not isinstance(f, Tensor):
-            raise ArgumentTypeError(f"factors[{i}] is of type {type(f).__name__}: a torch.Tensor is needed")
+        check_tensor(f"factors[{i}]", f)
         if f.dim() < 2 or 0 in f.shape[-2:]:
             raise ArgumentError(f"factors[{i}] has shape {tuple(f.shape)}: (…, P, Q) with P and Q ≥ 1 is needed")
     return listed
 
 
-def check_x(x: Any) -> None:
+def check_tensor(name: str, value: Any) -> None:
+    """It is a tensor, of any kind."""
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(f"{name} is of type {type(value).__name__}: a torch.Tensor is needed")
+
+
+def check_x(x: Any, dtypes: Sequence[torch.dtype] = _DTYPES) -> None:
     """A tensor of at least one dimension, of a dtype that has kernels."""
-    if not isinstance(x, Tensor):
-        raise ArgumentTypeError(f"x is of type {type(x).__name__}: a torch.Tensor is needed")
+    check_tensor("x", x)
     if x.dim() == 0:
         raise ArgumentError("x has shape (): a vector, a matrix or a batch of matrices is needed")
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise ArgumentTypeError(f"x is on {x.device}: the CPU or a CUDA device is needed")
-    if x.dtype not in _DTYPES:
-        raise ArgumentTypeError(f"x has dtype {_name(x)}: choose one of {', '.join(DTYPE_NAMES)}")
+    if x.dtype not in dtypes:
+        names = ", ".join(str(one).removeprefix("torch.") for one in dtypes)
+        raise ArgumentTypeError(f"x has dtype {name_of(x)}: choose one of {names}")
 
 
 def check_same(name: str, tensor: Tensor, x: Tensor) -> None:
     """One dtype, device and a strided layout for all."""
     if tensor.dtype != x.dtype:
-        raise ArgumentTypeError(f"{name} has dtype {_name(tensor)}, {_name(x)} is needed, as x has")
+        raise ArgumentTypeError(f"{name} has dtype {name_of(tensor)}, {name_of(x)} is needed, as x has")
     if tensor.device != x.device:
         raise ArgumentTypeError(f"{name} is on {tensor.device}, {x.device} is needed, as x is")
     if tensor.layout != torch.strided:
@@ -90,7 +95,7 @@ def check_scale(name: str, value: Any, x: Tensor) -> None:
     """Alpha or beta is a real number, or a tensor of one element without dimensions."""
     if isinstance(value, Tensor):
         if value.dim() != 0 or value.is_complex():
-            raise ArgumentError(f"{name} has shape {tuple(value.shape)} and dtype {_name(value)}: a real scalar is needed")
+            raise ArgumentError(f"{name} has shape {tuple(value.shape)} and dtype {name_of(value)}: a real scalar is needed")
         if value.device != x.device and value.device.type != "cpu":
             raise ArgumentTypeError(f"{name} is on {value.device}: the CPU or {x.device}, as x, is needed")
     elif isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
@@ -102,9 +107,8 @@ def check_y(y: Any, beta: Any, x: Tensor) -> None:
     if y is None:
         if isinstance(beta, Tensor) or beta != 0:
             raise ArgumentError(f"y=None is not allowed with beta={beta}: a tensor is needed")
-    elif not isinstance(y, Tensor):
-        raise ArgumentTypeError(f"y is of type {type(y).__name__}: a torch.Tensor is needed")
     else:
+        check_tensor("y", y)
         check_same("y", y, x)
 
 
@@ -125,8 +129,7 @@ def broadcast(name: str, shape: Sequence[int], other: str, other_shape: Sequence
 
 def check_untracked(out: Any, tracked: bool) -> None:
     """`out` is a tensor, and nothing would be recorded in it."""
-    if not isinstance(out, Tensor):
-        raise ArgumentTypeError(f"out is of type {type(out).__name__}: a torch.Tensor is needed")
+    check_tensor("out", out)
     if tracked or (out.requires_grad and torch.is_grad_enabled()):
         raise ArgumentError("out= is not allowed where gradients are recorded: leave it out or use torch.no_grad()")
 
@@ -140,5 +143,6 @@ def check_out(out: Tensor, shape: Sequence[int], x: Tensor) -> None:
         raise ArgumentError(f"out has strides {tuple(out.stride())}: elements that share memory cannot be written")
 
 
-def _name(tensor: Tensor) -> str:
+def name_of(tensor: Tensor) -> str:
+    """The dtype's name."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,10 +1,10 @@
 """The differentiable Kronecker-sparse product, and its gradients.
 
     y = K_N … K_1 x,   dx = K_1ᵀ … K_Nᵀ dy,   dW_i[·, j, k, l] = Σ over samples of  v_i[·, j, l] · u_i[·, k, l]
-    u_i: x with K_1 … K_(i-1) applied,   v_i: dy with K_Nᵀ … K_(i+1)ᵀ applied
+    u_i: x with K_1 … K_(i-1) applied,   v_i: dy with K_Nᵀ … K_(i+1)ᵀ applied;   complex: K and u_i conjugated in dx, v_i and dW_i
 
 The transpose of a factor with pattern (a, b, c, d) has pattern (a, c, b, d) and the weight with its middle axes exchanged, so dx
-comes from the same kernels. Weight gradients are torch.bmm between permutes for now. Gradients are made of differentiable
+comes from the same kernels. Weight gradients have kernels of their own (ks_wgrad.py). Gradients are made of differentiable
 calls, so they can be differentiated again.
 
 Read first: `product` (how a call is dispatched), `gradient`.
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from kronsched.nn.autograd import is_recorded, is_tracked
 from kronsched.nn.ks_dynamic import kernels_for
+from kronsched.nn.ks_wgrad import weight_gradient
 from kronsched.workloads.ks import DTYPE_NAMES, Pattern
+from kronsched.workloads.ks_wgrad import blocks
 
 _NAMES = {getattr(torch, name): name for name in DTYPE_NAMES}
 _FIRST = "batch_first"
@@ -47,11 +49,11 @@ def product(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
     if is_tracked(tensors):
         result: Tensor = _KS.apply(layout, x, *weights)  # type: ignore[no-untyped-call]
         return result
-    return run(x, weights, layout)
+    return run(x, weights, layout, keep=True)
 
 
-def run(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
-    """`product` by the kernels, without autograd."""
+def run(x: Tensor, weights: Sequence[Tensor], layout: str, keep: bool = False) -> Tensor:
+    """`product` by the kernels, without autograd. keep: see `KSKernels.__call__`."""
     patterns = tuple(_pattern(w) for w in weights)
     if x.numel() == 0:
         a, b, _, d = patterns[-1]
@@ -61,7 +63,7 @@ def run(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
     kernels = kernels_for(patterns, layout, _NAMES[x.dtype], name)
     if torch.autograd.forward_ad._current_level >= 0:  # the caller has seen to tangents; a kernel refuses them
         x, weights = x.detach(), [w.detach() for w in weights]
-    return kernels(x, weights)
+    return kernels(x, weights, keep=keep)
 
 
 def by_torch(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
@@ -69,18 +71,9 @@ def by_torch(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
     for w in weights:
         a, b, c, d = w.shape
         n = x.shape[0] if layout == _FIRST else x.shape[1]
-        y = torch.bmm(_blocks(x, a, c, d, layout), w.permute(0, 3, 2, 1).reshape(a * d, c, b)).reshape(a, d, n, b)
+        y = torch.bmm(blocks(x, (a, c, d), layout == _FIRST), w.permute(0, 3, 2, 1).reshape(a * d, c, b)).reshape(a, d, n, b)
         x = y.permute(2, 0, 3, 1).reshape(n, a * b * d) if layout == _FIRST else y.permute(0, 3, 1, 2).reshape(a * b * d, n)
     return x
-
-
-def _blocks(x: Tensor, a: int, c: int, d: int, layout: str) -> Tensor:
-    """X, of a·c·d features, as (a·d, n, c)."""
-    if layout == _FIRST:
-        n = x.shape[0]
-        return x.reshape(n, a, c, d).permute(1, 3, 0, 2).reshape(a * d, n, c)
-    n = x.shape[1]
-    return x.reshape(a, c, d, n).permute(0, 2, 3, 1).reshape(a * d, n, c)
 
 
 def _pattern(w: Tensor) -> Pattern:
@@ -160,7 +153,7 @@ def gradient(x: Tensor, weights: Sequence[Tensor], grad: Tensor, needs: Sequence
     """The gradients of x and of each weight from `grad`, that of y; None where `needs` (x first) says that it is not needed."""
     kind = x.device.type
     with torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext():
-        flipped = [w.transpose(1, 2) for w in weights]
+        flipped = [_conjugate(w.transpose(1, 2)) for w in weights]
         if not any(needs[1:]):
             return [product(grad, flipped[::-1], layout) if needs[0] else None, *[None] * len(weights)]
         wanted = [i for i, need in enumerate(needs[1:]) if need]
@@ -175,20 +168,15 @@ def gradient(x: Tensor, weights: Sequence[Tensor], grad: Tensor, needs: Sequence
         u = x
         for i in range(wanted[-1] + 1):
             if i in wanted:
-                result[i + 1] = _outer(u, right[i], _pattern(weights[i]), layout)
+                result[i + 1] = weight_gradient(right[i], _conjugate(u), _pattern(weights[i]), layout)
             if i < wanted[-1]:
                 u = product(u, [weights[i]], layout)
         return result
 
 
-def _outer(u: Tensor, v: Tensor, pattern: Pattern, layout: str) -> Tensor:
-    """The weight gradient (a, b, c, d): Σ over samples of v (a·b·d features) · u (a·c·d features)."""
-    a, b, c, d = pattern
-    dtype = u.dtype
-    if u.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16):  # torch sums some of these in 16 bits there
-        u, v = u.float(), v.float()
-    found = torch.bmm(_blocks(v, a, b, d, layout).mT, _blocks(u, a, c, d, layout))
-    return found.reshape(a, d, b, c).permute(0, 2, 3, 1).to(dtype)
+def _conjugate(t: Tensor) -> Tensor:
+    """The complex conjugate, in memory of its own: kernels do not look at torch's conjugate bit. A real tensor as it is."""
+    return torch.conj_physical(t) if t.is_complex() else t
 
 
 def of_batch_first(inputs: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from kronsched import registry
 from kronsched.errors import CompileError, InvalidConfig, UnsupportedError
 from kronsched.hardware import resolve_target
-from kronsched.nn import nearby
+from kronsched.nn import ks_bound, nearby
 from kronsched.nn.dynamic import row_plan
 from kronsched.nn.ks_select import LibraryCalls
+from kronsched.runtime.bound import BoundModule
 from kronsched.runtime.cache import get_or_build
 from kronsched.runtime.load import load
 from kronsched.runtime.module import TunedModule
@@ -113,48 +114,76 @@ class KSKernels:
         weights: Sequence[torch.Tensor],
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
+        keep: bool = False,
     ) -> torch.Tensor:
-        """Y of x, (n, features) or (features, n) by the layout, n ≥ 1, and of the weights (a, b, c, d), without autograd."""
+        """Y of x, (n, features) or (features, n) by the layout, n ≥ 1, and of the weights (a, b, c, d), without autograd.
+
+        keep: whether weights that are parameters may be kept in the order that the kernel reads (ks_bound.py).
+        """
+        if not keep:
+            ks_bound.forget(weights)
         n = x.shape[0] if self.layout == "batch_first" else x.shape[1]
         library = None if self.epilogue else self.library.name(n)
         if library is not None:
             return self.library.run(library, x, weights)
-        fixed = [*weights] if bias is None else [*weights, bias]
         spans = self.plan(n)
         if len(spans) == 1 and spans[0][2] == n:
-            more = () if residual is None else (residual,)
-            result: torch.Tensor = self.module(n)(x, *fixed, *more)
-            return result
-        fixed = [t.contiguous() for t in fixed]
+            more = [t for t in (bias, residual) if t is not None]
+            return self._one(n, x, weights, more, None, keep)
         along = self._by_rows if self.layout == "batch_first" else self._by_columns
-        return along(x, fixed, residual, spans)
+        fixed = [] if bias is None else [bias.contiguous()]
+        return along(x, [w.contiguous() for w in weights], fixed, residual, spans, keep)
+
+    def _one(
+        self,
+        batch: int,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        more: Sequence[torch.Tensor],
+        out: torch.Tensor | None,
+        keep: bool,
+    ) -> torch.Tensor:
+        """One kernel call. more: bias and residual, where the epilogue has them."""
+        module = self.module(batch)
+        serving = ks_bound.serving(module, weights) if keep else module
+        if isinstance(serving, BoundModule):
+            result: torch.Tensor = serving(x, *more, out=out)
+        elif out is None:
+            result = module(x, *weights, *more)
+        else:
+            result = module.call_torch([x, *weights, *more], out)
+        return result
 
     def _by_rows(
         self,
         x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
         fixed: Sequence[torch.Tensor],
         residual: torch.Tensor | None,
         spans: Sequence[tuple[int, int, int]],
+        keep: bool,
     ) -> torch.Tensor:
         whole = [x.contiguous()] if residual is None else [x.contiguous(), residual.contiguous()]
         out = x.new_empty((x.shape[0], self.features_out))
         for start, rows, bucket in spans:
             part, *more = (t[start : start + rows] for t in whole)
-            self.module(bucket).call_torch([part, *fixed, *more], out[start : start + rows])
+            self._one(bucket, part, weights, [*fixed, *more], out[start : start + rows], keep)
         return out
 
     def _by_columns(
         self,
         x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
         fixed: Sequence[torch.Tensor],
         residual: torch.Tensor | None,
         spans: Sequence[tuple[int, int, int]],
+        keep: bool,
     ) -> torch.Tensor:
         whole = [x] if residual is None else [x, residual]
         out = x.new_empty((self.features_out, x.shape[1]))
         for start, columns, bucket in spans:
             padded, *more = (_padded(t[:, start : start + columns], bucket) for t in whole)
-            y = self.module(bucket).call_torch([padded, *fixed, *more], None)
+            y = self._one(bucket, padded, weights, [*fixed, *more], None, keep)
             out[:, start : start + columns] = y[:, :columns]
         return out
 
@@ -217,8 +246,10 @@ def kernels_for(patterns: tuple[Pattern, ...], layout: str, dtype: str, device: 
 
 def clear() -> None:
     """Forget the shared kernels, so that the next call looks into the logs again, such as after tuning."""
-    from kronsched.nn import ks_fused_kernels
+    from kronsched.nn import ks_fused_kernels, ks_wgrad
 
     with _shared_lock:
         _shared.clear()
+    ks_wgrad.clear()
+    ks_bound.clear()
     ks_fused_kernels.clear()

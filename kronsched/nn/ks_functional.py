@@ -15,8 +15,10 @@ from kronsched.errors import ArgumentError, ArgumentTypeError, choose
 from kronsched.nn import checks
 from kronsched.nn.functional import _autocast
 from kronsched.nn.ks_fused import product_with
-from kronsched.workloads.ks import LAYOUTS, MAX_FACTORS, Pattern
+from kronsched.workloads.ks import DTYPE_NAMES, LAYOUTS, MAX_FACTORS, Pattern
 from kronsched.workloads.ks_epilogue import check_activation
+
+_DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
 
 
 def ks_matmul(
@@ -43,18 +45,20 @@ def ks_matmul(
 
     Any strides are right; contiguous x is not copied in batch-first. In batch-last a batch that is not a bucket and was not tuned
     costs a copy of x and of y (see `kronsched.nn.ks_dynamic`). All tensors have one dtype (float32, float64, float16, bfloat16;
-    16-bit types accumulate in float32) and device; under torch.autocast they are cast as torch.matmul casts. Differentiable in x
-    and the weights, backwards (twice and more), forwards and under torch.func. The first call of a bucket builds a kernel.
+    16-bit types accumulate in float32; complex64 and complex128, without an activation) and device; under torch.autocast they are
+    cast as torch.matmul casts. Differentiable in x and the weights, backwards (twice and more), forwards and under torch.func.
+    The first call of a bucket builds a kernel.
 
     Raises ArgumentError (a ValueError), ArgumentTypeError (a TypeError) or UnsupportedError, naming the argument.
     """
     if layout not in LAYOUTS:
         raise choose("layout", layout, LAYOUTS)
-    checks.check_x(x)
+    checks.check_x(x, _DTYPES)
     listed = check_weights(weights)
     if patterns is not None:
         check_patterns(patterns, listed)
-    check_activation(activation)
+    if activation is not None:
+        check_activation(activation, checks.name_of(x))
     given = {name: t for name, t in (("bias", bias), ("residual", residual)) if t is not None}
     for name, t in given.items():
         if not isinstance(t, Tensor):

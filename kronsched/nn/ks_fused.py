@@ -47,7 +47,7 @@ def product_with(
     if recording and any(t.requires_grad for t in tensors):
         result: Tensor = _Fused.apply(layout, activation, bias, residual, x, *weights)  # type: ignore[no-untyped-call]
         return result
-    return run_with(x, weights, layout, bias, activation, residual)
+    return run_with(x, weights, layout, bias, activation, residual, keep=True)
 
 
 def _is_transformed(tensors: Sequence[Tensor]) -> bool:
@@ -59,9 +59,15 @@ def _is_transformed(tensors: Sequence[Tensor]) -> bool:
 
 
 def run_with(
-    x: Tensor, weights: Sequence[Tensor], layout: str, bias: Tensor | None, activation: str | None, residual: Tensor | None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    layout: str,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    keep: bool = False,
 ) -> Tensor:
-    """`product_with` by the kernels, without autograd."""
+    """`product_with` by the kernels, without autograd. keep: see `KSKernels.__call__`."""
     patterns = tuple(_pattern(w) for w in weights)
     if x.numel() == 0:
         a, b, _, d = patterns[-1]
@@ -69,7 +75,7 @@ def run_with(
     device = x.device
     name = f"cuda:{device.index}" if device.type == "cuda" else device.type
     epilogue = Epilogue(bias is not None, activation, residual is not None)
-    return fused_for(patterns, layout, _NAMES[x.dtype], name, epilogue)(x, weights, bias, residual)
+    return fused_for(patterns, layout, _NAMES[x.dtype], name, epilogue)(x, weights, bias, residual, keep)
 
 
 class _Fused(torch.autograd.Function):

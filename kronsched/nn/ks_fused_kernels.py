@@ -40,14 +40,19 @@ class FusedKernels:
         self._apart: dict[int, bool] = {}
 
     def __call__(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, residual: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        keep: bool = False,
     ) -> torch.Tensor:
-        """Y of x, (n, features) or (features, n) by the layout, n ≥ 1, without autograd."""
+        """Y of x, (n, features) or (features, n) by the layout, n ≥ 1, without autograd. keep: see `KSKernels.__call__`."""
         n = x.shape[0] if self.layout == "batch_first" else x.shape[1]
         if self.apart(n):
-            y = self.plain(x, weights)
+            y = self.plain(x, weights, keep=keep)
             return finished(y, self.epilogue.activation, bias, residual, self.layout == "batch_first")
-        return self.fused(x, weights, bias, residual)
+        return self.fused(x, weights, bias, residual, keep)
 
     def apart(self, n: int) -> bool:
         """Whether n samples are served by a plain product and torch's passes."""

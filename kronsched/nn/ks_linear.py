@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kronsched.errors import ArgumentError, ArgumentTypeError, choose
+from kronsched.nn import ks_bound
+from kronsched.nn.checks import name_of
 from kronsched.nn.ks_autograd import by_torch
 from kronsched.nn.ks_functional import ks_matmul
-from kronsched.nn.ks_nearest import nearest_ks
-from kronsched.workloads.ks import LAYOUTS, KSMatmul, Pattern, pattern_in, pattern_out
+from kronsched.nn.ks_nearest import check_dtype_of, check_matrix, nearest_ks
+from kronsched.workloads.ks import DTYPE_NAMES, LAYOUTS, KSMatmul, Pattern, pattern_in, pattern_out
 from kronsched.workloads.ks_epilogue import check_activation
 
 KSMM_FORMATS = ("kernel", "bmm", "einsum", "dense")
@@ -30,10 +32,12 @@ class KSLinear(nn.Module):
     layout: "batch_first", x (…, in_features) and y (…, out_features); or "batch_last", x (in_features, …), y (out_features, …).
     activation: None, "relu", "gelu" (x·Φ(x), torch's default) or "silu". It, the bias and a residual given to `forward` are part
     of the kernel, in training too. A residual of another dtype than y is added by torch, which promotes.
+    dtype: as in `nn.Linear`; complex64 and complex128 have no activation.
     Any batch, of any number of dimensions: a few kernels serve all sizes.
     Weights start uniform so that y has the variance that `nn.Linear` gives it; the bias starts as in an `nn.Linear` of as many
     inputs as an output depends on. Under torch.autocast it computes as `nn.Linear` does; torch.compile sees one operator a
     factor; see `kronsched.nn.ks_matmul`.
+    For inference on a GPU, `keep_packed` spares every call the reordering of the weights.
     Raises ArgumentError or ArgumentTypeError naming the argument.
     """
 
@@ -50,7 +54,8 @@ class KSLinear(nn.Module):
     ) -> None:
         """Make the layer; see the class."""
         super().__init__()
-        check_activation(activation)
+        _check_dtype(dtype)
+        check_activation(activation, str(dtype or torch.get_default_dtype()).removeprefix("torch."))
         self.activation = activation
         self.patterns = _checked(patterns)
         if layout not in LAYOUTS:
@@ -68,14 +73,22 @@ class KSLinear(nn.Module):
             self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
-        """Draw new parameters: uniform weights of variance 3^(-1/N)/c, a uniform bias."""
+        """Draw new parameters: weights of variance 3^(-1/N)/c, a bias; uniform, of complex numbers each part is."""
         n = len(self.weights)
         for w, (_, _, c, _) in zip(self.weights, self.patterns, strict=True):
-            bound = (3 ** (1 - 1 / n) / c) ** 0.5
-            nn.init.uniform_(w, -bound, bound)
+            _draw(w, (3 ** (1 - 1 / n) / c) ** 0.5)
         if self.bias is not None:
-            bound = min(self.in_features, prod(c for _, _, c, _ in self.patterns)) ** -0.5
-            nn.init.uniform_(self.bias, -bound, bound)
+            _draw(self.bias, min(self.in_features, prod(c for _, _, c, _ in self.patterns)) ** -0.5)
+
+    def keep_packed(self, enabled: bool = True) -> Self:
+        """Let calls that record no gradient keep the weights in the order that the GPU kernel reads; returns the layer.
+
+        A change of the weights is seen, be it by an optimiser, load_state_dict or in place, and packs them anew, but not a write
+        through `weight.data`: call this again after one. It is not kept in copies, pickles or the state_dict. No effect on a
+        CPU, under torch.compile and in the capture of a CUDA graph.
+        """
+        ks_bound.allow(list(self.weights), enabled)
+        return self
 
     @classmethod
     def from_dense(
@@ -86,12 +99,17 @@ class KSLinear(nn.Module):
         layout: str = "batch_first",
     ) -> Self:
         """The layer near a dense one: weight (out_features, in_features) as in nn.Linear, projected by `nearest_ks`."""
-        _check_tensor("weight", weight)
+        check_matrix("weight", weight)
         layer = cls(patterns, bias=bias is not None, layout=layout, device=weight.device, dtype=weight.dtype)
         shape = (layer.out_features, layer.in_features)
         if tuple(weight.shape) != shape:
             raise ArgumentError(f"weight has shape {tuple(weight.shape)}, {shape} is needed for these patterns")
         return layer._filled(nearest_ks(weight.detach(), layer.patterns), bias)
+
+    @classmethod
+    def _of_patterns(cls, patterns: Sequence[Pattern], bias: bool, layout: str, like: Tensor) -> Self:
+        """A layer of these patterns, with the device and dtype of a tensor."""
+        return cls(patterns, bias=bias, layout=layout, device=like.device, dtype=like.dtype)
 
     @classmethod
     def from_ksmm(
@@ -105,16 +123,24 @@ class KSLinear(nn.Module):
         """The layer of ksmm's KSLinear from its `factors`, `patterns`, `algo` and `bias`: both list the right-most factor first.
 
         algo: how ksmm stored the factors: "kernel" (a·d·c, b), "bmm" (a·d, b, c), "einsum" (a, b, c, d), "dense" (a·b·d, a·c·d).
-        bias: (out_features,), or (out_features, 1) as ksmm's batch-last layers have it. Values are copied.
+        bias: (out_features,), or (out_features, 1) as ksmm's batch-last layers have it. Values are copied. A `MonarchLinear` or
+        `ButterflyLinear` takes only patterns of its kind.
         """
         if algo not in KSMM_FORMATS:
             raise choose("algo", algo, KSMM_FORMATS)
+        if not isinstance(factors, list | tuple | nn.ParameterList):
+            raise ArgumentTypeError(f"factors is of type {type(factors).__name__}: a list of tensors is needed")
         chain, factors = _checked(patterns), list(factors)
         if len(factors) != len(chain):
             raise ArgumentError(f"factors: {len(factors)} given, {len(chain)} are needed, as many as patterns")
         weights = [_from_ksmm(f"factors[{i}]", f, p, algo) for i, (f, p) in enumerate(zip(factors, chain, strict=True))]
-        layer = cls(chain, bias=bias is not None, layout=layout, device=weights[0].device, dtype=weights[0].dtype)
-        if bias is not None and tuple(bias.shape) == (layer.out_features, 1):
+        for i, w in enumerate(weights):
+            if w.dtype != weights[0].dtype:
+                raise ArgumentTypeError(
+                    f"factors[{i}] has dtype {name_of(w)}, {name_of(weights[0])} is needed, as factors[0] has"
+                )
+        layer = cls._of_patterns(chain, bias is not None, layout, weights[0])
+        if isinstance(bias, Tensor) and tuple(bias.shape) == (layer.out_features, 1):
             bias = bias.squeeze(1)
         return layer._filled(weights, bias)
 
@@ -122,6 +148,8 @@ class KSLinear(nn.Module):
         """The layer itself, with these values."""
         if bias is not None:
             _check_tensor("bias", bias)
+            if bias.is_complex() and not self.weights[0].is_complex():
+                raise ArgumentTypeError(f"bias has dtype {name_of(bias)}: a real one is needed, as the weights are")
             if tuple(bias.shape) != (self.out_features,):
                 raise ArgumentError(f"bias has shape {tuple(bias.shape)}, ({self.out_features},) is needed")
         with torch.no_grad():
@@ -177,9 +205,22 @@ class KSLinear(nn.Module):
         ) + (f", activation={self.activation!r}" if self.activation else "")
 
 
+def _draw(parameter: Tensor, bound: float) -> None:
+    """Uniform numbers of variance bound²/3."""
+    parts = parameter.detach()
+    if parts.is_complex():
+        parts, bound = torch.view_as_real(parts), bound / 2**0.5
+    nn.init.uniform_(parts, -bound, bound)
+
+
 def _checked(patterns: Any) -> tuple[Pattern, ...]:
     """The patterns as `KSMatmul` takes them; its message names the field `pattern`."""
     return KSMatmul(batch=1, pattern=patterns).patterns
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in DTYPE_NAMES):
+        raise choose("dtype", dtype, [f"torch.{name}" for name in DTYPE_NAMES])
 
 
 def _has_dtype_of_y(residual: Any, x: Tensor) -> bool:
@@ -198,7 +239,7 @@ def _check_tensor(name: str, value: Any) -> None:
 def _from_ksmm(name: str, factor: Tensor, pattern: Pattern, algo: str) -> Tensor:
     """The weight (a, b, c, d) of a factor as ksmm stores it."""
     a, b, c, d = pattern
-    _check_tensor(name, factor)
+    check_dtype_of(name, factor)
     shape = {"kernel": (a * d * c, b), "bmm": (a * d, b, c), "einsum": pattern, "dense": (a * b * d, a * c * d)}[algo]
     if tuple(factor.shape) != shape:
         raise ArgumentError(f"{name} has shape {tuple(factor.shape)}, {shape} is needed for pattern {pattern} and algo={algo!r}")

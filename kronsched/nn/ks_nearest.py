@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kronsched.errors import ArgumentError, ArgumentTypeError
-from kronsched.workloads.ks import KSMatmul, Pattern, pattern_in, pattern_out
+from kronsched.nn.checks import name_of
+from kronsched.workloads.ks import DTYPE_NAMES, KSMatmul, Pattern, pattern_in, pattern_out
 
 
 def nearest_ks(matrix: Tensor, patterns: Pattern | Sequence[Pattern]) -> list[Tensor]:
@@ -29,18 +31,40 @@ def nearest_ks(matrix: Tensor, patterns: Pattern | Sequence[Pattern]) -> list[Te
 
     The best there is for one pattern and for two; a longer chain gives an exact product back and is else near, not nearest.
     Raises ArgumentError for patterns of which one's a is no multiple of the next one's a, or d no divisor of the next one's d, or
-    b·d no multiple of the next one's d: their product has overlapping blocks. Computed in float64, returned in matrix's dtype.
+    b·d no multiple of the next one's d: their product has overlapping blocks; and for a matrix with NaN or infinity. Computed in
+    float64 or complex128, returned in matrix's dtype.
     """
-    if not isinstance(matrix, Tensor):
-        raise ArgumentTypeError(f"matrix is of type {type(matrix).__name__}: a torch.Tensor is needed")
+    check_matrix("matrix", matrix)
     chain = KSMatmul(batch=1, pattern=patterns).patterns  # type: ignore[arg-type]
     whole = reduce(product_pattern, chain)
     wanted = (pattern_out(whole), pattern_in(whole))
     if tuple(matrix.shape) != wanted:
         raise ArgumentError(f"matrix has shape {tuple(matrix.shape)}, {wanted} is needed for patterns={list(chain)}")
     with torch.no_grad():
-        weights = _factored(_entries(matrix.double(), whole), chain)
+        wide = torch.complex128 if matrix.is_complex() else torch.float64
+        weights = _factored(_entries(matrix.to(wide), whole), chain)
         return [w.to(matrix.dtype).contiguous() for w in weights]
+
+
+def check_matrix(name: str, matrix: Any) -> None:
+    """A tensor of finite numbers, of a dtype that layers have."""
+    check_dtype_of(name, matrix)
+    if matrix.device.type == "meta":
+        return
+    odd = (~torch.isfinite(matrix.detach())).nonzero()
+    if len(odd):
+        place = tuple(odd[0].tolist())
+        raise ArgumentError(
+            f"{name}[{', '.join(map(str, place))}]={matrix[place].item()} is not allowed: finite numbers are needed"
+        )
+
+
+def check_dtype_of(name: str, tensor: Any) -> None:
+    """A tensor of a dtype that layers have."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentTypeError(f"{name} is of type {type(tensor).__name__}: a torch.Tensor is needed")
+    if name_of(tensor) not in DTYPE_NAMES:
+        raise ArgumentTypeError(f"{name} has dtype {name_of(tensor)}: choose one of {', '.join(DTYPE_NAMES)}")
 
 
 def product_pattern(first: Pattern, second: Pattern) -> Pattern:

@@ -1,8 +1,9 @@
 """The torch custom operators behind `ks_matmul` in a compiled or traced graph.
 
-`kronsched::ks(Tensor x, Tensor[] weights, str layout)`, and `kronsched::ks_fused` with bias, activation and residual, serve any
-batch, have a fake implementation and a derivative, so that torch.compile(fullgraph=True) sees one opaque operator for every
-batch. Eager calls do not come here: a custom op costs more than a launch.
+`kronsched::ks(Tensor x, Tensor[] weights, str layout)`, `kronsched::ks_fused` with bias, activation and residual, and
+`kronsched::ks_wgrad(Tensor g, Tensor x, int[] pattern, str layout)`, the gradient of a weight on a GPU, serve any batch, have a
+fake implementation and a derivative, so that torch.compile(fullgraph=True) sees one opaque operator for every batch. Eager calls
+do not come here: a custom op costs more than a launch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kronsched.nn import ks_autograd
+from kronsched.nn.ks_wgrad import gradients as wgrad_gradients
+from kronsched.nn.ks_wgrad import run as run_wgrad
 
 
 def ks(x: Tensor, weights: Sequence[Tensor], layout: str) -> Tensor:
@@ -46,6 +49,39 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor | None
 
 
 _ks.register_autograd(_backward, setup_context=_setup_context)
+
+
+# -- weight gradients ------------------------------------------------------------------------------------
+
+
+def ks_wgrad(g: Tensor, x: Tensor, pattern: Sequence[int], layout: str) -> Tensor:
+    """`ks_wgrad.weight_gradient` as one operator."""
+    result: Tensor = torch.ops.kronsched.ks_wgrad(g, x, list(pattern), layout)
+    return result
+
+
+@torch.library.custom_op("kronsched::ks_wgrad", mutates_args=())
+def _ks_wgrad(g: Tensor, x: Tensor, pattern: Sequence[int], layout: str) -> Tensor:
+    a, b, c, d = pattern
+    return run_wgrad(g, x, (a, b, c, d), layout).contiguous()
+
+
+@_ks_wgrad.register_fake
+def _(g: Tensor, x: Tensor, pattern: Sequence[int], layout: str) -> Tensor:
+    return x.new_empty(list(pattern))
+
+
+def _setup_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    g, x, _, ctx.layout = inputs
+    ctx.save_for_backward(g, x)
+
+
+def _backward_wgrad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    g, x = ctx.saved_tensors
+    return (*wgrad_gradients(g, x, grad, ctx.layout), None, None)
+
+
+_ks_wgrad.register_autograd(_backward_wgrad, setup_context=_setup_wgrad)
 
 
 # -- with an epilogue -----------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """Kernel or library: which of our kernels and torch's own formulations serves a Kronecker-sparse product fastest on a device.
 
 What both took was measured for many patterns (`kronsched bench ks`) and kept in tables (`kronsched select`). A pattern of a table
-gets what was fastest; another one gets what its nearest neighbours say. Where nothing near was measured, our kernel runs.
+gets what was fastest; another one what is predicted (ks_select_predict.py). Where nothing near was measured, our kernel runs.
 
-Read first: `Selector.choose`, `choice_for` (to look at a choice), `LibraryCalls` (what `ks_matmul`
-asks). Source of `paper_prefers_kernel`: arXiv 2405.15013.
+Read first: `Selector.choose`, `choice_for` (to look at a choice), `LibraryCalls` (what `ks_matmul` asks).
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import json
 import math
 import threading
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kronsched.errors import ArgumentError, RecordError, UnsupportedError, UserError, choose
+from kronsched.nn.ks_select_predict import KERNEL, Entry, Predictor
 from kronsched.records.schema import RecordWarning
 from kronsched.workloads.ks import KSMatmul, Pattern
 
@@ -32,38 +31,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 FOLDER = "library"
 FILE = "ks*.json"
-KERNEL = "kernel"
 CLEARLY = 0.03
 """Share of our time that a measured library must save; less is noise."""
-CLEARLY_PREDICTED = 0.10
-FAR = 3.0
-"""Octaves, summed over a, b, c, d and the batch, beyond which a measured shape says nothing of another."""
-NEAREST = 4
-BALANCE = {"float16": 150.0, "bfloat16": 150.0, "float32": 20.0, "float64": 10.0}
-"""Operations that a GPU of these days does while it moves a byte."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Times of one shape, microseconds a call: of our kernel (None where it has none) and of formulations by name."""
-
-    workload: KSMatmul
-    kernel_us: float | None
-    library_us: Mapping[str, float]
-
-    @property
-    def group(self) -> tuple[Any, ...]:
-        """What must agree for two shapes to be compared: dtype, layout, number of factors, which of a and d are 1."""
-        return group_of(self.workload)
-
-    @property
-    def best_library(self) -> str | None:
-        """The fastest formulation."""
-        return min(self.library_us, key=lambda name: self.library_us[name]) if self.library_us else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"workload": self.workload.to_dict(), "kernel_us": self.kernel_us, "library_us": dict(self.library_us)}
 
 
 @dataclass(frozen=True)
@@ -82,88 +51,33 @@ class Selector:
         self._exact: dict[str, Entry] = {}
         for entry in entries:
             self._exact.setdefault(entry.workload.key, entry)
-        self._groups: dict[tuple[Any, ...], list[tuple[list[float], Entry]]] = defaultdict(list)
-        for entry in self._exact.values():
-            self._groups[entry.group].append((_place(entry.workload), entry))
+        self._predictor = Predictor(list(self._exact.values()))
 
-    def choose(self, workload: KSMatmul, kernel_us: float | None = None, measured: bool = True) -> Choice:
-        """What to run.
+    def choose(self, workload: KSMatmul, kernel_us: float | None = None) -> Choice:
+        """What to run. kernel_us: of our kernel, where a log knows better than the table."""
+        kernel, library, how = self.times(workload, kernel_us)
+        if how == "measured":
+            return Choice(_fastest(kernel, library), how)
+        times = {**library, **({KERNEL: kernel} if kernel else {})}
+        return Choice(self._predictor.choose(workload, times), how)
 
-        kernel_us: of our kernel, where a log knows better than the table.  measured: False leaves out what the table knows of
-        this very shape, to judge the prediction.
-        """
-        kernel, library, how = self.times(workload, kernel_us, measured)
-        if not library and how != "measured":
-            return Choice(KERNEL, how)
-        return Choice(_fastest(kernel, library, CLEARLY if how == "measured" else CLEARLY_PREDICTED), how)
-
-    def times(
-        self, workload: KSMatmul, kernel_us: float | None = None, measured: bool = True
-    ) -> tuple[float | None, Mapping[str, float], str]:
+    def times(self, workload: KSMatmul, kernel_us: float | None = None) -> tuple[float | None, Mapping[str, float], str]:
         """(time of our kernel, times of formulations, how they are known); arguments as those of `choose`."""
-        entry = self._exact.get(workload.key) if measured else None
+        entry = self._exact.get(workload.key)
         if entry is not None:
             return min((us for us in (entry.kernel_us, kernel_us) if us), default=None), entry.library_us, "measured"
-        times = self.predict(workload)
+        times = self._predictor.times(workload)
+        if not times:
+            return kernel_us, {}, "nothing near was measured"
         kernel = times.pop(KERNEL, None)
-        return kernel, times, "predicted" if times or kernel else "nothing near was measured"
-
-    def predict(self, workload: KSMatmul) -> dict[str, float]:
-        """What is expected of each name, on a scale of this workload's own: the smaller the faster. Empty when all is far.
-
-        The mean, over the nearest shapes, of the logs of the times, each relative to the bytes and the arithmetic that the
-        formulation has to do.
-        """
-        place = _place(workload)
-        near = [(_distance(place, p), e) for p, e in self._groups.get(group_of(workload), ()) if e.workload != workload]
-        near = sorted((pair for pair in near if pair[0] <= FAR), key=lambda pair: pair[0])[:NEAREST]
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for distance, entry in near:
-            weight = 1.0 / (0.25 + distance) ** 2
-            named = {**entry.library_us, **({KERNEL: entry.kernel_us} if entry.kernel_us else {})}
-            for name, us in named.items():
-                sums[name][0] += weight * math.log(us / _work(name, entry.workload))
-                sums[name][1] += weight
-        # A formulation that only some of the neighbours have was refused by the others.
-        most = max((w for _, w in sums.values()), default=0.0)
-        return {name: math.exp(total / w) * _work(name, workload) for name, (total, w) in sums.items() if w > 0.5 * most}
+        return kernel_us or kernel, times, "predicted"
 
 
-def group_of(workload: KSMatmul) -> tuple[Any, ...]:
-    """See `Entry.group`: whether a or d is 1 decides which formulations there are."""
-    ones = tuple((a == 1, d == 1) for a, _, _, d in workload.patterns)
-    return workload.dtype, workload.layout, ones
-
-
-def paper_prefers_kernel(pattern: Pattern, threshold: float) -> bool:
-    """The rule of ksmm's authors: a sparse kernel pays where (b + c) / (b·c), memory moved over arithmetic, is large."""
-    _, b, c, _ = pattern
-    return (b + c) / (b * c) >= threshold
-
-
-def _fastest(kernel_us: float | None, library_us: Mapping[str, float], margin: float) -> str:
+def _fastest(kernel_us: float | None, library_us: Mapping[str, float]) -> str:
     best = min(library_us, key=lambda name: library_us[name]) if library_us else None
-    if best is None or (kernel_us is not None and library_us[best] > (1 - margin) * kernel_us):
+    if best is None or (kernel_us is not None and library_us[best] > (1 - CLEARLY) * kernel_us):
         return KERNEL
     return best
-
-
-def _work(name: str, workload: KSMatmul) -> float:
-    """Bytes moved once, and the arithmetic of a formulation as bytes that a GPU moves meanwhile (a rough balance is enough)."""
-    flops = float(workload.flops)
-    if name == "dense":
-        flops = 2.0 * workload.batch * workload.sizes[0] * workload.sizes[-1]
-    elif name == "block_dense":
-        flops = sum(2.0 * workload.batch * a * b * c * d * d for a, b, c, d in workload.patterns)
-    return workload.min_bytes + flops / BALANCE.get(workload.dtype, BALANCE["float32"])
-
-
-def _place(workload: KSMatmul) -> list[float]:
-    return [math.log2(n) for n in (workload.batch, *(n for p in workload.patterns for n in p))]
-
-
-def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(abs(x - y) for x, y in zip(one, other, strict=True))
 
 
 # -- tables on disk -------------------------------------------------------------------------------------

@@ -156,10 +156,14 @@ def dense_blocks(w: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def full_precision(x: Tensor) -> Iterator[None]:
-    """float32 products of cuBLAS without TF32, whatever the process has allowed; what it allowed is restored."""
+    """float32 and complex64 products of cuBLAS without TF32, whatever the process has allowed; what it allowed is restored."""
     settings = torch.backends.cuda.matmul
     new = hasattr(settings, "fp32_precision")
-    allowed = x.is_cuda and x.dtype is torch.float32 and (settings.fp32_precision == "tf32" if new else settings.allow_tf32)
+    allowed = (
+        x.is_cuda
+        and x.dtype in (torch.float32, torch.complex64)
+        and (settings.fp32_precision == "tf32" if new else settings.allow_tf32)
+    )
     if not allowed:
         yield
         return

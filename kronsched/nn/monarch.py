@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kronsched.errors import ArgumentError, ArgumentTypeError
-from kronsched.nn.ks_linear import KSLinear, _check_tensor
-from kronsched.nn.ks_nearest import nearest_ks
-from kronsched.workloads.ks import Pattern
+from kronsched.nn.checks import name_of
+from kronsched.nn.ks_linear import KSLinear
+from kronsched.nn.ks_nearest import check_dtype_of, check_matrix, nearest_ks
+from kronsched.workloads.ks import Pattern, pattern_in
 
 
 class MonarchLinear(KSLinear):
@@ -69,7 +70,7 @@ class MonarchLinear(KSLinear):
         layout: str = "batch_first",
     ) -> Self:
         """The layer nearest to a dense one: weight (out_features, in_features) as in nn.Linear; width a multiple of blocks."""
-        _check_tensor("weight", weight)
+        check_matrix("weight", weight)
         if weight.dim() != 2:
             raise ArgumentError(f"weight has shape {tuple(weight.shape)}, (out_features, in_features) is needed")
         out_features, in_features = weight.shape
@@ -80,6 +81,15 @@ class MonarchLinear(KSLinear):
         matrix = weight.new_zeros((s * blocks, p * blocks))
         matrix[:out_features, :in_features] = weight.detach()
         return layer._filled(nearest_ks(matrix, layer.patterns), bias)
+
+    @classmethod
+    def _of_patterns(cls, patterns: Sequence[Pattern], bias: bool, layout: str, like: Tensor) -> Self:
+        if len(patterns) != 2 or patterns[0][3] != 1 or patterns[1][0] != 1:
+            needed = "(k, q, p, 1) and (1, s, r, l) are needed; KSLinear takes others"
+            raise ArgumentError(f"patterns={list(patterns)} are not allowed here: {needed}")
+        layer = cls.__new__(cls)
+        KSLinear.__init__(layer, patterns, bias, layout, like.device, like.dtype)
+        return layer
 
     @classmethod
     def from_fly(
@@ -96,7 +106,7 @@ class MonarchLinear(KSLinear):
         blkdiag1: (k, q, p).  blkdiag2: (l, s, r), l·r = k·q.  in_features, out_features: where less than k·p and l·s.
         """
         for name, value in (("blkdiag1", blkdiag1), ("blkdiag2", blkdiag2)):
-            _check_tensor(name, value)
+            check_dtype_of(name, value)
             if value.dim() != 3 or 0 in value.shape:
                 raise ArgumentError(f"{name} has shape {tuple(value.shape)}: three dimensions, each ≥ 1, are needed")
         (k, q, p), (n, s, r) = blkdiag1.shape, blkdiag2.shape
@@ -107,9 +117,9 @@ class MonarchLinear(KSLinear):
             sizes.append(_check_size(name, most if size is None else size))
             if sizes[-1] > most:
                 raise ArgumentError(f"{name}={size} is not allowed: at most {most} with these weights")
-        layer = cls.__new__(cls)
-        chain = [(k, q, p, 1), (1, s, r, n)]
-        KSLinear.__init__(layer, chain, False, layout, blkdiag1.device, blkdiag1.dtype)
+        if blkdiag2.dtype != blkdiag1.dtype:
+            raise ArgumentTypeError(f"blkdiag2 has dtype {name_of(blkdiag2)}, {name_of(blkdiag1)} is needed, as blkdiag1 has")
+        layer = cls._of_patterns([(k, q, p, 1), (1, s, r, n)], bias is not None, layout, blkdiag1)
         layer._narrow(sizes[0], sizes[1], bias is not None)
         first, second = blkdiag1.detach(), blkdiag2.detach()
         return layer._filled([first.unsqueeze(3), second.permute(1, 2, 0).unsqueeze(0)], bias)
@@ -147,11 +157,19 @@ class ButterflyLinear(KSLinear):
         layout: str = "batch_first",
     ) -> Self:
         """The layer near a dense one: weight (n, n) as in nn.Linear, projected by `nearest_ks`."""
-        _check_tensor("weight", weight)
+        check_matrix("weight", weight)
         if weight.dim() != 2 or weight.shape[0] != weight.shape[1]:
             raise ArgumentError(f"weight has shape {tuple(weight.shape)}, a square matrix is needed")
         layer = cls(weight.shape[0], radices, bias is not None, layout, weight.device, weight.dtype)
         return layer._filled(nearest_ks(weight.detach(), layer.patterns), bias)
+
+    @classmethod
+    def _of_patterns(cls, patterns: Sequence[Pattern], bias: bool, layout: str, like: Tensor) -> Self:
+        radices, n = [b for _, b, _, _ in patterns], pattern_in(patterns[0])
+        if prod(radices) != n or min(radices) < min(n, 2) or list(patterns) != butterfly_patterns(n, radices):
+            needed = "blocks b = c at strides d = 1, b1, b1·b2, … are needed; KSLinear takes others"
+            raise ArgumentError(f"patterns={list(patterns)} are not allowed here: {needed}")
+        return cls(n, radices, bias, layout, like.device, like.dtype)
 
 
 def butterfly_patterns(n: int, radices: Sequence[int] | None = None) -> list[Pattern]:

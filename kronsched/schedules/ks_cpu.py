@@ -32,6 +32,8 @@ from kronsched.workloads.ks import KSMatmul, Pattern, pattern_in, pattern_out
 from kronsched.workloads.ks_epilogue import Epilogue
 
 if TYPE_CHECKING:
+    import tvm
+
     from kronsched.hardware import Device
 
 # A parallel region costs some microseconds: below _SERIAL_FLOPS one core is faster, above _PARALLEL_FLOPS it never is.
@@ -82,6 +84,8 @@ def plan_factors(w: KSMatmul, config: Config, device: Device) -> list[FactorPlan
     if (along == "n") == w.batch_first:
         raise InvalidConfig(f"along={along} is not for layout {w.layout}")
     lanes = max(1, device.vector_bytes // DTYPES[DTYPES[w.dtype].accumulate].itemsize)
+    if DTYPES[w.dtype].is_complex and along != "j":  # two sums for each part of a result
+        lanes = max(1, lanes // 2)
     plans = []
     for pattern in w.patterns:
         _, b, _, d = pattern
@@ -110,6 +114,11 @@ class KSCpu(Schedule):
     name: ClassVar[str] = "ks_cpu"
     family: ClassVar[str] = "ks"
     device_kind: ClassVar[str] = "cpu"
+
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """Real dtypes; see ks_cpu_complex.py for others."""
+        assert isinstance(workload, KSMatmul)
+        return f"{workload.dtype} is not served" if DTYPES[workload.dtype].is_complex else None
 
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/ks_cpu.toml, less the values that make no difference at this shape."""
@@ -144,12 +153,18 @@ class KSCpu(Schedule):
         funcs, launches, scratch = {}, [], []
         for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, acc), strict=True)):
             epilogue, more = ending(workload, i)
-            func = renamed(_program(plan, *tensors, acc, epilogue), *tensors, *more)
+            func = renamed(self._program(plan, *tensors, acc, epilogue), *tensors, *more)
             sch = _schedule(func, plan, bool(config["parallel"]))
             funcs[f"ks_{i}"] = sch.mod["main"].with_attr("global_symbol", f"ks_{i}")
             launches.append(launch_of(f"ks_{i}", *tensors, *more))
             scratch.append(tensors[-1])
         return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch[:-1]))
+
+    def _program(
+        self, plan: FactorPlan, source: TensorSpec, weight: TensorSpec, target: TensorSpec, acc: str, epilogue: Epilogue
+    ) -> tvm.tirx.PrimFunc:
+        """The TensorIR of one factor, before any primitive."""
+        return _program(plan, source, weight, target, acc, epilogue)
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Parallel chunks, lane use, register tile, traffic and instructions of the plans."""
@@ -322,7 +337,7 @@ def _schedule(func: Any, p: FactorPlan, parallel: bool) -> Any:
     _unroll_and_vectorise(sch, tile, p)
     sch.set_scope("s", 0, "local")
     sch.compute_at("s", tn, preserve_unit_loops=True)
-    *tile, k = sch.get_loops("s")[-4:]
+    *tile, k = sch.get_loops("s")[-len(tile) - 1 :]
     sch.reorder(k, *tile)
     _unroll_and_vectorise(sch, tile, p)
     sch.decompose_reduction("s", k)
@@ -330,7 +345,7 @@ def _schedule(func: Any, p: FactorPlan, parallel: bool) -> Any:
 
 
 def _unroll_and_vectorise(sch: Any, tile: list[Any], p: FactorPlan) -> None:
-    """Unroll the loops of a register tile (n, j, l), the vectorised one innermost."""
+    """Unroll the loops of a register tile (n, j, l and, of complex numbers, part), the vectorised one innermost."""
     vector = tile["njl".index(p.along)]
     sch.reorder(*(loop for loop in tile if loop is not vector), vector)
     for loop in tile:

@@ -73,10 +73,10 @@ class KSTensorCore(Schedule):
         """The largest value that can matter at this shape, by knob."""
 
     def supports(self, workload: Workload, device: Device) -> str | None:
-        """Not float64, not the other layout, not GPUs before sm_80, not runs that are an odd number of 16-bit elements."""
+        """Not float64 or complex, the other layout, GPUs before sm_80, or runs that are an odd number of 16-bit elements."""
         assert isinstance(workload, KSMatmul)
-        if workload.dtype == "float64":
-            return "float64 is not served by these tensor-core kernels"
+        if workload.dtype not in ("float32", "float16", "bfloat16"):
+            return f"{workload.dtype} is not served by these tensor-core kernels"
         if workload.layout != self.layout:
             return f"layout {workload.layout} is not served"
         if sm_number(device) < 80:
@@ -281,9 +281,8 @@ class KSCudaMmaLast(KSTensorCore):
     def packing(self, plan: LastPlan) -> Packing:
         """See the base class."""
         low = partial(ks_last_plan.low_weight, plan) if plan.parts > 1 else None
-        return Packing(
-            partial(ks_last_plan.weight_at, plan), (plan.j_slices * plan.jb, plan.chunks * plan.ks, plan.pattern[3]), low
-        )
+        reach = plan.j_slices * plan.jb, plan.chunks * plan.ks
+        return Packing(partial(ks_last_plan.weight_at, plan), (*reach, plan.pattern[3]), low, reach[0] * reach[1])
 
     def runs(self, workload: KSMatmul, pattern: Pattern) -> tuple[int, ...]:
         """See the base class: a row of samples."""

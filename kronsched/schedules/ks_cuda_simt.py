@@ -28,6 +28,8 @@ from kronsched.workloads.ks import KSMatmul, Pattern, pattern_in, pattern_out
 from kronsched.workloads.ks_epilogue import Epilogue, activated
 
 if TYPE_CHECKING:
+    import tvm
+
     from kronsched.hardware import Device
 
 _KNOBS = ("tn", "tj", "tl", "rn", "rj", "bk", "pad", "unroll")
@@ -107,6 +109,11 @@ class KSCudaSimt(Schedule):
     device_kind: ClassVar[str] = "cuda"
     untuned_share: ClassVar[float] = 0.1
 
+    def supports(self, workload: Workload, device: Device) -> str | None:
+        """Real dtypes; see ks_cuda_complex.py for others."""
+        assert isinstance(workload, KSMatmul)
+        return f"{workload.dtype} is not served" if DTYPES[workload.dtype].is_complex else None
+
     def space(self, workload: Workload, device: Device) -> SearchSpace:
         """Knobs of search_spaces/ks_cuda_simt.toml, less the values that mean nothing at this shape."""
         assert isinstance(workload, KSMatmul)
@@ -138,12 +145,18 @@ class KSCudaSimt(Schedule):
         plans = plan_tiles(workload, config, device)
         for i, (plan, tensors) in enumerate(zip(plans, factor_tensors(workload, workload.dtype), strict=True)):
             epilogue, more = ending(workload, i)
-            func = renamed(_program(plan, *tensors, epilogue), *tensors, *more)
-            sch = _schedule(func, plan, int(config["unroll"]))
+            func = renamed(self._program(plan, *tensors, epilogue), *tensors, *more)
+            sch = _schedule(func, plan, int(config["unroll"]), DTYPES[workload.dtype].is_complex)
             funcs[f"ks_{i}"] = sch.mod["main"].with_attr("global_symbol", f"ks_{i}")
             launches.append(launch_of(f"ks_{i}", *tensors, *more))
             scratch.append(tensors[-1])
         return Scheduled(tvm.IRModule(funcs), tuple(launches), tuple(scratch[:-1]))
+
+    def _program(
+        self, plan: TilePlan, source: TensorSpec, weight: TensorSpec, target: TensorSpec, epilogue: Epilogue
+    ) -> tvm.tirx.PrimFunc:
+        """The TensorIR of a launch, before any primitive."""
+        return _program(plan, source, weight, target, epilogue)
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Launches, waves, occupancy, bytes through each memory level, predicted roofline time."""
@@ -160,10 +173,10 @@ def tile_features(w: KSMatmul, plans: list[TilePlan], device: Device) -> dict[st
         steps = ceil(c / p.bk)
         traffic = p.blocks * steps * p.bk * (n + j) * m * p.item + p.batch * pattern_out(p.pattern) * p.item
         once = p.item * (p.batch * (pattern_in(p.pattern) + pattern_out(p.pattern)) + a * b * c * d)
-        work = 2.0 * p.blocks * n * j * m * steps * p.bk
+        work = (8.0 if DTYPES[w.dtype].is_complex else 2.0) * p.blocks * n * j * m * steps * p.bk
         moved, padded = moved + traffic, padded + work
         shared += p.blocks * p.threads * steps * p.bk * (p.rn + p.rj) * p.item
-        peak = device.peak_gflops["float64" if w.dtype == "float64" else "float32"]
+        peak = device.peak_gflops["float64" if w.compute_dtype == "float64" else "float32"]
         time_us += max(once / device.bandwidth_gbs, work / peak) / 1e3
     main = max(plans, key=lambda p: p.blocks * p.threads)
     per_sm = max(1, min(device.shared_per_sm // (main.shared_bytes + 1024), device.max_threads_per_sm // main.threads, 32))
@@ -319,40 +332,46 @@ def _program(p: TilePlan, source: TensorSpec, weight: TensorSpec, target: Tensor
 # -- the primitives -------------------------------------------------------------------------------------
 
 
-def _schedule(func: Any, p: TilePlan, unroll: int) -> Any:
-    """Bind blocks and threads; then sums under a thread, copies under a step of k."""
+def _schedule(func: Any, p: TilePlan, unroll: int, pairs: bool) -> Any:
+    """Bind blocks and threads; then sums under a thread, copies under a step of k. pairs: buffers have a last dimension of 2."""
     import tvm
     from tvm import s_tir
 
     sch = s_tir.Schedule(tvm.IRModule({"main": func}))
-    *block, tn, tj, tl, rn, rj = sch.get_loops("y")
+    parts = 2 if pairs else 1
+    loops = sch.get_loops("y")
+    block, (tn, tj, tl), each = loops[:4], loops[4:7], loops[7:]
     lanes = (tn, tj, tl) if p.batch_first else (tj, tl, tn)
-    sch.reorder(*block, *lanes, rn, rj)
+    sch.reorder(*block, *lanes, *each)
     sch.bind(sch.fuse(*block), "blockIdx.x")
     for loop, axis in zip(lanes, _AXES, strict=True):
         sch.bind(loop, axis)
-    for loop in (rn, rj):
+    for loop in each[:2]:
         _unroll(sch, loop, unroll)
+    for part in each[2:]:
+        sch.vectorize(part)
     for name, scope in (("s", "local"), ("xs", "shared.dyn"), ("ws", "shared.dyn")):
         sch.set_scope(name, 0, scope)
     sch.compute_at("s", lanes[-1], preserve_unit_loops=True)
-    rn, rj, k = sch.get_loops("s")[-3:]
+    *tile, k = sch.get_loops("s")[4:]
     ko, ki = sch.split(k, [None, p.bk])
-    sch.reorder(ko, ki, *sch.get_loops("s")[-11:-4], rn, rj)
+    sch.reorder(ko, ki, *tile)
     for copy in ("xs", "ws"):
         sch.compute_at(copy, ko, preserve_unit_loops=True)
-        dims = sch.get_loops(copy)[-4:]
+        dims = sch.get_loops(copy)[5:]
         if copy == "ws":  # read along k and l, which are neighbours in w; written along j
             sch.reorder(dims[2], dims[1])
-            dims = sch.get_loops(copy)[-4:]
+            dims = sch.get_loops(copy)[5:]
         extents = (p.tn, p.tj, p.tl) if p.batch_first else (p.tj, p.tl, p.tn)
-        _, *threads = sch.split(sch.fuse(*dims), [None, *extents])
+        _, *threads = sch.split(sch.fuse(*dims[:4]), [None, *extents])
+        for part in dims[4:]:
+            sch.vectorize(part)
         for loop, axis in zip(threads, _AXES, strict=True):
             sch.bind(loop, axis)
     if p.pad:
-        sch.storage_align("ws", 0, 1, p.tile[1] * p.tile[2], p.pad)
+        sch.storage_align("ws", 0, 1, parts * p.tile[1] * p.tile[2], parts * p.pad)
     sch.decompose_reduction("s", ko)
-    for loop in (ki, rn, rj):
+    for loop in (ki, *tile[-len(each) :]):
         _unroll(sch, loop, unroll)
     return sch
 

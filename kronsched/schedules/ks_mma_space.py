@@ -39,7 +39,7 @@ def fitting_knobs(knobs: Sequence[Knob], most: Mapping[str, int]) -> list[Knob]:
     return [Knob(k.name, kept[k.name] or k.values[:1], k.help) for k in knobs]
 
 
-def canonical_config(config: Config, values: Mapping[str, tuple[Value, ...]], plan: Planner) -> dict[str, Value]:
+def canonical_config(config: Config, values: Mapping[str, tuple[Value, ...]], plan: Callable[[Config], Any]) -> dict[str, Value]:
     """The config with each knob at the first listed value that gives the same plans. Raises InvalidConfig as `plan` does."""
     out, plans = dict(config), plan(config)
     for name, listed in values.items():

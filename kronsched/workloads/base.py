@@ -96,6 +96,11 @@ class Workload(abc.ABC):
         return 1.0
 
     @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Inputs that stay the same over many calls: in a benchmark every side prepares them once, before it is timed."""
+        return ()
+
+    @property
     def plain(self) -> Workload:
         """The same without an epilogue: its records have configs for this one. Itself where there is none."""
         return self
@@ -107,7 +112,7 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The result in float64 on the inputs' own device, computed from flat inputs in torch."""
+        """The result in float64 (complex: complex128) on the inputs' own device, computed from flat inputs in torch."""
 
     @abc.abstractmethod
     def program(self) -> tvm.IRModule:
@@ -121,7 +126,7 @@ class Workload(abc.ABC):
         out = []
         for spec in self.inputs:
             dtype = DTYPES[spec.dtype].torch()
-            draw = torch.float64 if spec.dtype == "float64" else torch.float32
+            draw = dtype if spec.dtype in ("float64", "complex64", "complex128") else torch.float32
             out.append(torch.randn(spec.shape, generator=gen, device=device, dtype=draw).to(dtype))
         return out
 

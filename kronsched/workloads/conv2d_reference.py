@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,11 @@ def conv2d_reference(conv: Conv2d, *inputs: torch.Tensor) -> torch.Tensor:
     if conv.layout != "NHWC":
         plain = conv2d_reference(replace(conv, layout="NHWC"), from_blocks(x), *inputs[1:])
         return to_blocks(plain, block_channels(conv.out_dtype))
-    acc = _sums(conv, x.double(), w.double())
+    return finished(conv, _sums(conv, x.double(), w.double()), named)
+
+
+def finished(conv: Conv2d, acc: torch.Tensor, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Y in float64 from the sums in float64, which it may overwrite: the epilogue."""
     if conv.requantised:
         y = _requantised(conv, acc, named)
         return pack_int4(y).double() if conv.out_dtype in FOUR_BIT else y
@@ -85,7 +89,7 @@ def _sums(conv: Conv2d, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return acc.transpose(0, 1).reshape(conv.n, oh, ow, conv.c_out)
 
 
-def _requantised(conv: Conv2d, acc: torch.Tensor, named: dict[str, torch.Tensor]) -> torch.Tensor:
+def _requantised(conv: Conv2d, acc: torch.Tensor, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Requantise by the arithmetic of the module docstring of conv2d.py, in float32 where it says so."""
     if conv.has_bias:
         acc = acc + named["bias"].double()

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from kronsched.workloads.conv2d import Conv2d
 
 
-def conv2d_stages(conv: Conv2d) -> tuple[list[Any], list[Any]]:
-    """(placeholders, stages): xp, x widened with its zeros around it; wt, w as (kh, kw, c, c_out); acc, sums in y's shape; y."""
+def conv2d_stages(conv: Conv2d, channels: int = 0) -> tuple[list[Any], list[Any]]:
+    """(placeholders, stages): xp, x widened with its zeros around it; wt, w as (kh, kw, c, c_out); acc, sums in y's shape; y.
+
+    channels: of wt and acc, with zeros after those of y; c_out by default.
+    """
     from tvm import te, tirx
 
     tensors = {t.name: te.placeholder(t.shape, name=t.name, dtype=t.dtype) for t in conv.inputs}
@@ -31,10 +34,13 @@ def conv2d_stages(conv: Conv2d) -> tuple[list[Any], list[Any]]:
         inside = tirx.all(i >= ph, i < conv.h + ph, j >= pw, j < conv.w + pw)
         return tirx.if_then_else(inside, element(x, place(n, i - ph, j - pw, c), conv.in_dtype), tirx.const(0, wide))
 
-    def transposed(r: Any, s: Any, c: Any, o: Any) -> Any:
-        return element(w, (o, r, s, c), "int4" if conv.in_dtype in FOUR_BIT else conv.in_dtype)
+    channels = channels or conv.c_out
 
-    wt = te.compute((*conv.kernel, per_group, conv.c_out), transposed, name="wt")
+    def transposed(r: Any, s: Any, c: Any, o: Any) -> Any:
+        value = element(w, (o, r, s, c), "int4" if conv.in_dtype in FOUR_BIT else conv.in_dtype)
+        return value if channels == conv.c_out else tirx.if_then_else(o < conv.c_out, value, tirx.const(0, wide))
+
+    wt = te.compute((*conv.kernel, per_group, channels), transposed, name="wt")
     xp = te.compute((conv.n, conv.h + 2 * ph, conv.w + 2 * pw, conv.c_in), padded, name="xp")
     r, s = (te.reduce_axis((0, k), name=name) for k, name in zip(conv.kernel, "rs", strict=True))
     c = te.reduce_axis((0, per_group), name="c")
@@ -43,7 +49,7 @@ def conv2d_stages(conv: Conv2d) -> tuple[list[Any], list[Any]]:
         channel = c if conv.groups == 1 else o // out_per_group * per_group + c
         return te.sum(xp[n, i * sh + r * dh, j * sw + s * dw, channel] * wt[r, s, c, o], axis=[r, s, c])
 
-    acc = te.compute((conv.n, *conv.out_hw, conv.c_out), term, name="acc")
+    acc = te.compute((conv.n, *conv.out_hw, channels), term, name="acc")
 
     def result(*at: Any) -> Any:
         if conv.layout != "NHWC":

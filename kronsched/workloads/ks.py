@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kronsched.dtypes import DTYPES, dtype_of
 from kronsched.errors import ArgumentError, ArgumentTypeError, UnsupportedError, choose
 from kronsched.workloads.base import TensorSpec, Workload
+from kronsched.workloads.ks_complex import complex_program
 from kronsched.workloads.ks_epilogue import EPILOGUE, Epilogue, activated, check_epilogue, finished
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Pattern = tuple[int, int, int, int]
 """(a, b, c, d): a diagonal blocks, each of b × c diagonal matrices of size d."""
 
-DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
+DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128")
 LAYOUTS = ("batch_first", "batch_last")
 MAX_FACTORS = 32
 MAX_ELEMENTS = 2**31 - 1
@@ -51,12 +52,13 @@ class KSMatmul(Workload):
     """Kronecker-sparse matmul Y = X Kᵀ of one pattern (a, b, c, d) or of a chain of patterns, the first one applied first.
 
     batch: rows (batch_first) or columns (batch_last) of X, ≥ 1.  pattern: (a, b, c, d), each ≥ 1, or up to 32 of them, where
-    a·b·d of one equals a·c·d of the next; kept as one flat tuple when there is one factor.  dtype: float32, float64, float16 or
-    bfloat16; the 16-bit types accumulate in float32.  layout: "batch_first", X (batch, a·c·d) and Y (batch, a·b·d), or
-    "batch_last", X (a·c·d, batch) and Y (a·b·d, batch). Weights are (a, b, c, d).
+    a·b·d of one equals a·c·d of the next; kept as one flat tuple when there is one factor.  dtype: float32, float64, float16,
+    bfloat16 (both accumulate in float32), complex64 or complex128.  layout: "batch_first", X (batch, a·c·d) and Y
+    (batch, a·b·d), or "batch_last", X (a·c·d, batch) and Y (a·b·d, batch). Weights are (a, b, c, d).
     bias, activation ("relu", "gelu" or "silu"), residual: y = act(K x + bias) + residual, in the dtype of sums and rounded once;
     bias (a·b·d,) of the last factor, residual of y's shape, both in `dtype`. A call is `mod(x, w, bias=…, residual=…)`.
-    Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) naming the field.
+    Raises ArgumentError (a ValueError), ArgumentTypeError (a TypeError) or UnsupportedError (an activation of complex numbers)
+    naming the field.
     """
 
     family: ClassVar[str] = "ks"
@@ -65,7 +67,7 @@ class KSMatmul(Workload):
     pattern: Pattern | tuple[Pattern, ...] = field(
         metadata={"help": "a,b,c,d, such as 6,64,64,1; a chain is joined by /, first applied first", "parse": parse_pattern}
     )
-    dtype: str = field(default="float32", metadata={"help": "float32, float64, float16 or bfloat16"})
+    dtype: str = field(default="float32", metadata={"help": ", ".join(DTYPE_NAMES)})
     layout: str = field(default="batch_first", metadata={"help": "batch_first or batch_last"})
     bias: bool = field(default=False, metadata={"help": "add a bias to each output feature"})
     activation: str | None = field(default=None, metadata={"help": "relu, gelu or silu after the bias", "parse": str})
@@ -76,12 +78,10 @@ class KSMatmul(Workload):
         object.__setattr__(self, "batch", _positive("batch", self.batch))
         patterns = _patterns(self.pattern)
         object.__setattr__(self, "pattern", patterns if len(patterns) > 1 else patterns[0])
-        if self.dtype in ("complex64", "complex128"):
-            raise UnsupportedError(f"dtype={self.dtype!r} is not supported yet: choose one of {', '.join(DTYPE_NAMES)}")
         dtype_of(self.dtype, allowed=DTYPE_NAMES)
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise choose("layout", self.layout, LAYOUTS)
-        check_epilogue(self.bias, self.activation, self.residual)
+        check_epilogue(self.bias, self.activation, self.residual, self.dtype)
         largest = max(self.batch * max(self.sizes), *(a * b * c * d for a, b, c, d in patterns))
         if largest > MAX_ELEMENTS:
             raise UnsupportedError(
@@ -152,9 +152,15 @@ class KSMatmul(Workload):
         return TensorSpec(name, (self.batch, size) if self.batch_first else (size, self.batch), self.dtype)
 
     @property
+    def compute_dtype(self) -> str:
+        """The dtype of real numbers that the arithmetic is in."""
+        return DTYPES[self.dtype].part
+
+    @property
     def flops(self) -> int:
-        """2 · batch · Σ a·b·c·d: one multiply-add a weight and sample, factors in order."""
-        return sum(2 * self.batch * a * b * c * d for a, b, c, d in self.patterns)
+        """2 · batch · Σ a·b·c·d: one multiply-add a weight and sample (of complex numbers, four), factors in order."""
+        each = 8 if DTYPES[self.dtype].is_complex else 2
+        return sum(each * self.batch * a * b * c * d for a, b, c, d in self.patterns)
 
     @property
     def label(self) -> str:
@@ -194,20 +200,21 @@ class KSMatmul(Workload):
     # -- what it computes ---------------------------------------------------------------------------
 
     def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Y in float64 from x and the weights, on their device; a part of the batch at a time."""
+        """Y in float64 or complex128 from x and the weights, on their device; a part of the batch at a time."""
         import torch
 
         x, weights, bias, residual = self.parts(inputs)
-        weights, bias = [w.double() for w in weights], None if bias is None else bias.double()
-        y = torch.empty(self.output.shape, dtype=torch.float64, device=x.device)
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        weights, bias = [w.to(wide) for w in weights], None if bias is None else bias.to(wide)
+        y = torch.empty(self.output.shape, dtype=wide, device=x.device)
         dim = 0 if self.batch_first else 1
         step = max(1, _REFERENCE_ELEMENTS // max(self.sizes))
         for start in range(0, self.batch, step):
             n = min(step, self.batch - start)
-            part = x.narrow(dim, start, n).double()
+            part = x.narrow(dim, start, n).to(wide)
             for pattern, w in zip(self.patterns, weights, strict=True):
                 part = _factor(part, w, pattern, self.batch_first)
-            rest = None if residual is None else residual.narrow(dim, start, n).double()
+            rest = None if residual is None else residual.narrow(dim, start, n).to(wide)
             y.narrow(dim, start, n).copy_(finished(part, self.activation, bias, rest, self.batch_first))
         return y
 
@@ -224,10 +231,15 @@ class KSMatmul(Workload):
         return ("torch bmm with permutes" if self.batch_first else "torch bmm on views"), call
 
     def program(self) -> tvm.IRModule:
-        """TensorIR: one te.compute a factor on 2-D tensors, 16-bit types summed in float32; one for rounding and epilogue."""
+        """TensorIR: one te.compute a factor on 2-D tensors, 16-bit types summed in float32; one for rounding and epilogue.
+
+        Complex tensors have a last dimension of 2 more; see ks_complex.py.
+        """
         import tvm
         from tvm import te
 
+        if DTYPES[self.dtype].is_complex:
+            return complex_program(self)
         acc = DTYPES[self.dtype].accumulate
         x = te.placeholder(self.inputs[0].shape, name="x", dtype=self.dtype)
         weights = [te.placeholder(p, name=n, dtype=self.dtype) for n, p in zip(self.weight_names, self.patterns, strict=True)]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kronsched.errors import ArgumentTypeError, choose
+from kronsched.dtypes import DTYPES
+from kronsched.errors import ArgumentTypeError, UnsupportedError, choose
 
 if TYPE_CHECKING:
     import torch
@@ -45,18 +46,22 @@ class Epilogue:
 NONE = Epilogue()
 
 
-def check_epilogue(bias: Any, activation: Any, residual: Any) -> None:
-    """Raise ArgumentTypeError or ArgumentError naming the field that is wrong."""
+def check_epilogue(bias: Any, activation: Any, residual: Any, dtype: str) -> None:
+    """Raise ArgumentTypeError, ArgumentError or UnsupportedError naming the field that is wrong."""
     for name, value in (("bias", bias), ("residual", residual)):
         if not isinstance(value, bool):
             raise ArgumentTypeError(f"{name}={value!r} must be True or False")
-    check_activation(activation)
+    check_activation(activation, dtype)
 
 
-def check_activation(activation: Any) -> None:
-    """Raise ArgumentError unless it is None or one of `ACTIVATIONS`."""
-    if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
+def check_activation(activation: Any, dtype: str) -> None:
+    """Raise ArgumentError unless it is None or one of `ACTIVATIONS`, UnsupportedError for a complex dtype."""
+    if activation is None:
+        return
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise choose("activation", activation, ACTIVATIONS)
+    if dtype in DTYPES and DTYPES[dtype].is_complex:
+        raise UnsupportedError(f"activation={activation!r} is not defined for {dtype}: real dtypes only")
 
 
 def finished(

@@ -10,6 +10,7 @@ from kronsched.workloads.conv2d import Conv2d
 from kronsched.workloads.gemm import Gemm
 from kronsched.workloads.kron import KronMatmul
 from kronsched.workloads.ks import KSMatmul
+from kronsched.workloads.ks_wgrad import KSWeightGrad
 from tests.contract.schedule_battery import CudaScheduleBattery, ScheduleBattery
 from tests.emulator import run_schedule
 
@@ -231,9 +232,15 @@ KS = [
 ]
 
 
+KS_COMPLEX = [
+    KSMatmul(13, (2, 10, 6, 3), "complex64", bias=True, residual=True),
+    KSMatmul(9, [(4, 2, 2, 1), (1, 5, 8, 1)], "complex128", "batch_last"),
+]
+
+
 class TestKSCpu(ScheduleBattery):
     name = "ks_cpu"
-    quick = 7
+    quick = 5
 
     def workloads(self) -> Sequence[Workload]:
         return KS
@@ -241,11 +248,29 @@ class TestKSCpu(ScheduleBattery):
 
 class TestKSCudaSimt(CudaScheduleBattery):
     name = "ks_cuda_simt"
-    quick = 6
+    quick = 5
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
         return KS
+
+
+class TestKSCpuComplex(ScheduleBattery):
+    name = "ks_cpu_complex"
+    quick = 1
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return KS_COMPLEX
+
+
+class TestKSCudaComplex(CudaScheduleBattery):
+    name = "ks_cuda_complex"
+    quick = 1
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return KS_COMPLEX
 
 
 class TestKSCudaMma(CudaScheduleBattery):
@@ -276,6 +301,14 @@ class TestKSCudaPair(TestKSCudaMma):
         return [KSMatmul(37, [(2, 8, 16, 1), (1, 8, 16, 1)], "bfloat16")]
 
 
+class TestKSCudaPairWgmma(TestKSCudaMma):
+    name = "ks_cuda_pair_wgmma"
+    quick = None
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KSMatmul(37, [(2, 8, 16, 1), (1, 8, 16, 1)], "bfloat16", bias=True)]
+
+
 class TestKSCudaEach(TestKSCudaMma):
     name = "ks_cuda_each"
     quick = None
@@ -293,6 +326,46 @@ class TestKSCudaTma(TestKSCudaMma):
             KSMatmul(24, (1, 96, 260, 2), "bfloat16", "batch_last"),
             KSMatmul(17, (1, 72, 64, 1), "float16"),
         ]
+
+
+class TestKSCudaTmaLast(TestKSCudaMma):
+    name = "ks_cuda_tma_last"
+    quick = None
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KSMatmul(24, (1, 72, 52, 2), "bfloat16", "batch_last")]
+
+
+KS_WGRAD = [
+    KSWeightGrad(13, (2, 10, 6, 3)),
+    KSWeightGrad(14, (1, 17, 33, 2), "float16", "batch_last"),
+    KSWeightGrad(1, (2, 4, 6, 24), "bfloat16"),
+]
+
+
+class TestKSWgradCpu(ScheduleBattery):
+    name = "ks_wgrad_cpu"
+    quick = 1
+    random_configs = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [*KS_WGRAD, KSWeightGrad(3, (1, 1, 1, 1), "float64", "batch_last")]
+
+
+class TestKSWgradSimt(TestKSCudaMma):
+    name = "ks_wgrad_simt"
+    quick = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return [KSWeightGrad(7, (1, 5, 3, 2), "float64"), *KS_WGRAD]
+
+
+class TestKSWgradMma(TestKSCudaMma):
+    name = "ks_wgrad_mma"
+    quick = 1
+
+    def workloads(self) -> Sequence[Workload]:
+        return KS_WGRAD
 
 
 class TestKronCudaSlab(CudaScheduleBattery):

@@ -17,7 +17,7 @@ import torch
 from kronsched import registry
 from kronsched.dtypes import DTYPES
 from kronsched.errors import UserError
-from kronsched.measure.check import max_relative_error
+from kronsched.measure.check import as_real, max_relative_error
 from kronsched.workloads.base import TensorSpec, Workload
 
 _PROGRAM_FLOPS = 20_000_000  # unscheduled programs are slow: only smaller workloads are run
@@ -135,7 +135,7 @@ class WorkloadBattery:
         inputs = small.make_inputs(0)
         ref = small.reference(*inputs)
         assert tuple(ref.shape) == small.output.shape
-        assert ref.dtype == torch.float64
+        assert ref.dtype == (torch.complex128 if DTYPES[small.output.dtype].is_complex else torch.float64)
         dense = self.dense(small, inputs)
         if dense is not None:
             assert max_relative_error(ref, dense) < 1e-12
@@ -155,7 +155,8 @@ class WorkloadBattery:
 def poisoned(spec: TensorSpec) -> torch.Tensor:
     """A tensor whose every element must be overwritten: NaN, or the smallest integer."""
     dtype = DTYPES[spec.dtype].torch()
-    return torch.full(spec.shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype)
+    has_nan = dtype.is_floating_point or dtype.is_complex
+    return torch.full(spec.shape, float("nan") if has_nan else torch.iinfo(dtype).min, dtype=dtype)
 
 
 def run_functions(mod: Any, calls: Sequence[tuple[str, Sequence[str]]], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -168,4 +169,4 @@ def run_functions(mod: Any, calls: Sequence[tuple[str, Sequence[str]]], tensors:
     for name, args in calls:
         params = mod[name].params
         assert [str(p.name) for p in params] == list(args), f"buffers of {name} are not named like its arguments"
-        built[name](*(tensors[a].view([int(n) for n in p.shape]) for a, p in zip(args, params, strict=True)))
+        built[name](*(as_real(tensors[a]).view([int(n) for n in p.shape]) for a, p in zip(args, params, strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -244,7 +245,31 @@ def test_weights_of_ksmm(algo: str) -> None:
     assert last.bias is not None and torch.equal(last.bias, bias)
 
 
+@pytest.mark.parametrize(
+    ("kind", "chain"),
+    [
+        (MonarchLinear, [(2, 3, 4, 1), (1, 2, 2, 3)]),
+        (ButterflyLinear, [(6, 2, 2, 1), (2, 3, 3, 2), (1, 2, 2, 6)]),
+        (ButterflyLinear, [(1, 5, 5, 1)]),
+    ],
+)
+def test_layers_of_ksmm_that_are_monarch_or_butterfly(kind: type[KSLinear], chain: list[tuple[int, int, int, int]]) -> None:
+    plain = KSLinear(chain, dtype=torch.complex64)
+    layer = kind.from_ksmm([as_ksmm(w.detach(), "bmm") for w in plain.weights], chain, "bmm", plain.bias)
+    assert type(layer) is kind and layer.patterns == tuple(chain)
+    close(layer.dense_weight(), plain.dense_weight())
+    assert layer.bias is not None and torch.equal(layer.bias, plain.bias)
+    copy.deepcopy(layer).load_state_dict(plain.state_dict())
+
+
 # -- refused ----------------------------------------------------------------------------------------------
+
+
+def _odd(rows: int, columns: int, value: float = math.nan) -> Tensor:
+    matrix = torch.ones(rows, columns)
+    matrix[7, 1] = value
+    return matrix
+
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda: KSLinear((2, 3, 0, 1)), ArgumentError, "pattern c=0 is not allowed: an int ≥ 1 is needed"),
@@ -262,6 +287,46 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda: KSLinear.from_ksmm([torch.ones(2)], ONE, "bmm"), ArgumentError, "factors[0] has shape (2,), (4, 3, 1) is needed"),
     (lambda: KSLinear.from_ksmm([], ONE, "bmm"), ArgumentError, "factors: 0 given, 1 are needed, as many as patterns"),
+    (lambda: KSLinear.from_ksmm(torch.ones(4, 3, 1), ONE, "bmm"), ArgumentTypeError, "factors is of type Tensor: a list"),  # type: ignore
+    (lambda: KSLinear.from_ksmm([torch.ones(4, 3, 1)], ONE, "bmm", [0.0] * 12), ArgumentTypeError, "bias is of type list"),  # type: ignore
+    (
+        lambda: KSLinear.from_ksmm([torch.ones(4, 3, 1).int()], ONE, "bmm"),
+        ArgumentTypeError,
+        "factors[0] has dtype int32: choose",
+    ),
+    (
+        lambda: KSLinear.from_ksmm([torch.ones(p) for p in FIT[:-1]] + [torch.ones(FIT[-1]).double()], FIT, "einsum"),
+        ArgumentTypeError,
+        "factors[1] has dtype float64, float32 is needed, as factors[0] has",
+    ),
+    (
+        lambda: KSLinear.from_dense(torch.ones(8, 4), FIT, torch.ones(8) * 1j),
+        ArgumentTypeError,
+        "bias has dtype complex64: a real one is needed",
+    ),
+    (
+        lambda: KSLinear.from_dense(torch.ones(8, 4).int(), FIT),
+        ArgumentTypeError,
+        "weight has dtype int32: choose one of float32",
+    ),
+    (lambda: KSLinear.from_dense(_odd(8, 4), FIT), ArgumentError, "weight[7, 1]=nan is not allowed: finite numbers are needed"),
+    (lambda: MonarchLinear.from_dense(_odd(8, 8), 2), ArgumentError, "weight[7, 1]=nan is not allowed"),
+    (lambda: ButterflyLinear.from_dense(_odd(8, 8, math.inf)), ArgumentError, "weight[7, 1]=inf is not allowed"),
+    (lambda: nearest_ks(_odd(8, 4), FIT), ArgumentError, "matrix[7, 1]=nan is not allowed"),
+    (lambda: KSLinear(ONE, dtype=torch.int8), ArgumentError, "dtype=torch.int8 is not allowed: choose one of torch.float32"),
+    (lambda: MonarchLinear(8, 8, dtype="float32"), ArgumentError, "dtype='float32' is not allowed"),  # type: ignore[arg-type]
+    (
+        lambda: MonarchLinear.from_ksmm([torch.ones(2, 3, 2, 2), torch.ones(2, 2, 3, 2)], [(2, 3, 2, 2), (2, 2, 3, 2)], "einsum"),
+        ArgumentError,
+        "patterns=[(2, 3, 2, 2), (2, 2, 3, 2)] are not allowed here: (k, q, p, 1)",
+    ),
+    (
+        lambda: ButterflyLinear.from_ksmm(
+            [torch.ones(1, 2, 2, 2), torch.ones(2, 2, 2, 1)], [(1, 2, 2, 2), (2, 2, 2, 1)], "einsum"
+        ),
+        ArgumentError,
+        "patterns=[(1, 2, 2, 2), (2, 2, 2, 1)] are not allowed here: blocks b = c",
+    ),
     (lambda: MonarchLinear(8, 8, blocks=0), ArgumentError, "blocks=0 is not allowed: an int ≥ 1 is needed"),
     (lambda: MonarchLinear(8.0, 8), ArgumentTypeError, "in_features=8.0 must be an int ≥ 1"),  # type: ignore[arg-type]
     (lambda: MonarchLinear(4, 4, 2)(torch.ones(2, 3)), ArgumentError, "x has shape (2, 3): 4 are needed"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +20,13 @@ from kronsched.errors import ArgumentError, RecordError
 from kronsched.hardware import PRESETS, resolve_target
 from kronsched.nn import ks_dynamic, ks_select, ks_select_library
 from kronsched.nn.ks_select import (
-    KERNEL,
-    Entry,
     LibraryCalls,
     Selector,
     choice_for,
-    paper_prefers_kernel,
     read_table,
     save_table,
 )
+from kronsched.nn.ks_select_predict import KERNEL, Entry, paper_prefers_kernel
 
 H200 = PRESETS["nvidia/h200"]
 BASE = KSMatmul(batch=1024, pattern=(4, 16, 16, 2), dtype="float16")
@@ -61,7 +61,7 @@ def test_neighbours_decide_for_what_was_not_measured() -> None:
     near = selector.choose(_at(a=6, b=20))
     assert (near.name, near.how) == (KERNEL, "predicted")
     assert selector.choose(_at(a=6, b=240)).name == "bmm"
-    assert selector.choose(_at(a=4, b=256), measured=False).name == "bmm"
+    assert Selector([*fast, *slow[:1], *slow[2:]]).choose(_at(a=4, b=256)).name == "bmm"
 
 
 def test_far_shapes_other_dtypes_and_layouts_say_nothing() -> None:
@@ -74,6 +74,28 @@ def test_far_shapes_other_dtypes_and_layouts_say_nothing() -> None:
         _at(a=5, batch=1),
     ):
         assert (selector.choose(other).name, selector.choose(other).how) == (KERNEL, "nothing near was measured")
+
+
+def test_a_prediction_serves_only_what_the_pattern_has() -> None:
+    selector = Selector([_entry(_at(a=a), 10.0, bmm=5.0, block_dense=1.0) for a in (2, 3, 4, 6)])
+    assert selector.choose(_at(a=5)).name == "block_dense"
+    assert selector.choose(_at(a=1)).name == "bmm"  # with a = 1 block_dense is dense
+
+
+def test_the_kernel_is_kept_where_choosing_saved_nothing() -> None:
+    """Noise of 20% about equal times: each prediction is right half of the time."""
+    draw = random.Random(0)
+    entries = [
+        _entry(_at(a=a, b=b), 10.0, bmm=10.2 * math.exp(draw.gauss(0, 0.2))) for a in range(2, 12) for b in (8, 16, 32, 64)
+    ]
+    chosen = {Selector(entries).choose(_at(a=a, b=24)).name for a in range(2, 12)}
+    assert chosen == {KERNEL}
+
+
+def test_a_log_of_the_kernel_counts_beside_predicted_libraries() -> None:
+    selector = Selector([_entry(_at(a=a, b=b), 10.0, bmm=2.0 * b / 16) for a in (2, 4, 8) for b in (16, 32, 256)])
+    assert selector.choose(_at(a=3)).name == "bmm"
+    assert selector.choose(_at(a=3), kernel_us=0.5).name == KERNEL
 
 
 def test_the_papers_rule_is_memory_over_arithmetic() -> None:
@@ -212,6 +234,15 @@ def test_rules_are_judged_against_the_fastest(tmp_path: Path) -> None:
     assert by_rule["kernel always"].regret == pytest.approx(math.sqrt(2)) and by_rule["kernel always"].library == 0.0
     assert by_rule["library always"].worst == pytest.approx(2.0)
     assert by_rule["predictor"].regret < 1.2 and by_rule["predictor"].right >= 0.75
+
+
+def test_compressed_results_are_read_and_cut_ones_refused(tmp_path: Path) -> None:
+    plain, packed = _results(tmp_path / "r.json"), tmp_path / "r.json.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert entries_of([packed]) == entries_of([plain])
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ArgumentError, match=r"r\.json\.gz' are not a whole gzip file"):
+        entries_of([packed])
 
 
 def test_results_of_two_devices_are_refused(tmp_path: Path) -> None:

@@ -59,6 +59,22 @@ def test_every_weight_has_one_place_in_the_packed_order(mma: str, dtype: str, pa
         assert len(inside) == a * b * c * d
 
 
+@pytest.mark.parametrize("mma", ["sync", "wgmma"])
+def test_sixteen_aligned_weights_of_the_packed_order_always_lie_alike(mma: str) -> None:
+    pattern = (2, 40, 33, 3)
+    plan = plan_last(KSMatmul(500, pattern, "float16", "batch_last"), pattern, {**LAST, "warps_n": 4, "mma": mma}, H200)
+    packing = KSCudaMmaLast().packing(plan)
+    assert packing.in_runs(2, 3, 1 << 18) and not packing.in_runs(4, 3, 1 << 18)
+    assert not packing.in_runs(2, 3, plan.weight_elements) and not packing.in_runs(2, 1, 1 << 18)
+    assert packing.slice * 2 * 3 == plan.weight_elements
+    for index in range(plan.weight_elements):
+        run, element = divmod(index, 16)
+        l_and_i, inside = divmod(run * 16, packing.slice)
+        _, j, k, _ = packing.at(inside)
+        _, more_j, more_k, _ = packing.at(element)
+        assert packing.at(index) == (l_and_i // 3, j + more_j, k + more_k, l_and_i % 3)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 5, 6, 7, 8, 16, 64])
 def test_loads_of_a_warp_meet_no_bank_conflict(dtype: str, d: int) -> None:
@@ -119,9 +135,9 @@ WARPGROUP = {"mma": "wgmma", "warps_m": 4, "warps_n": 4, "warps_j": 1}
     [
         ((2, 40, 48, 2), "float16", {"store": "staged", "groups": 2}),
         ((2, 40, 48, 2), "float32", {"store": "quad", "groups": 2, "weights": "gather"}),
-        ((1, 20, 36, 4), "float32", {"ksteps": 2, "stages": 2}),
+        pytest.param((1, 20, 36, 4), "float32", {"ksteps": 2, "stages": 2}, marks=pytest.mark.slow),
         pytest.param((1, 40, 34, 32), "float32", {"store": "pair", "lunits": 2, "warps_l": 1}, marks=pytest.mark.slow),
-        ((1, 18, 17, 24), "float16", {"store": "staged", "warps_l": 2, "weights": "stream"}),
+        pytest.param((1, 18, 17, 24), "float16", {"store": "staged", "warps_l": 2, "weights": "stream"}, marks=pytest.mark.slow),
         ((1, 18, 17, 24), "float32", {"store": "staged", "warps_l": 2, "weights": "gather"}),
         ((2, 10, 22, 1), "bfloat16", {"weights": "stream", "mt": 2, "pairs": 4, "warps_m": 4}),
         pytest.param((1, 12, 10, 6), "float16", {"warps_m": 4, "weights": "gather"}, marks=pytest.mark.slow),
@@ -137,8 +153,8 @@ def test_batch_first_with_ragged_edges_over_several_tiles(pattern: Any, dtype: s
         ((1, 36, 20, 4), "float16", {"pairs": 3, "store": "quad"}),
         ((1, 36, 20, 4), "float32", {"pairs": 3, "weights": "gather"}),
         ((2, 20, 40, 1), "float32", {"weights": "stream", "mt": 2, "ksteps": 2}),
-        ((2, 20, 90, 1), "bfloat16", {"weights": "stream", "mt": 2, "stages": 2}),
-        ((1, 17, 33, 16), "float16", {"warps_j": 2, "lunits": 2, "store": "pair"}),
+        pytest.param((2, 20, 90, 1), "bfloat16", {"weights": "stream", "mt": 2, "stages": 2}, marks=pytest.mark.slow),
+        pytest.param((1, 17, 33, 16), "float16", {"warps_j": 2, "lunits": 2, "store": "pair"}, marks=pytest.mark.slow),
     ],
 )
 def test_batch_first_by_wgmma(pattern: Any, dtype: str, change: dict[str, Any]) -> None:
@@ -158,12 +174,27 @@ def test_batch_last_with_ragged_edges_over_several_tiles(pattern: Any, dtype: st
     assert error_of(KSMatmul(594, pattern, dtype, "batch_last"), change) < BOUNDS[dtype]
 
 
+def test_many_weights_are_packed_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kronsched.schedules.ks_pack._MANY", 0)
+    for mma in ("sync", "wgmma"):
+        change = {"mma": mma, "warps_j": 1, "warps_n": 4, "mj": 2}
+        assert error_of(KSMatmul(296, (2, 40, 35, 3), "float16", "batch_last"), change) < BOUNDS["float16"]
+
+
+def test_blocks_with_long_sums_work_side_by_side_in_memory() -> None:
+    w = KSMatmul(1096, (1, 16, 100, 3), "float16", "batch_last")
+    change = {"mma": "wgmma", "warps_j": 1, "warps_n": 4, "ksteps": 4, "min_blocks": 2, "waves": 2, "vector": 8}
+    plan = plan_last(w, w.patterns[0], {**LAST, **change}, TINY)
+    assert plan.in_rows and 1 < plan.grid_tiles < plan.tiles
+    assert error_of(w, change) < BOUNDS["float16"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "dtype", "change"),
     [
         ((1, 33, 50, 2), "float16", {"vector": 8, "mj": 3, "weights": "gather"}),
         ((1, 33, 50, 2), "float32", {"vector": 8, "mj": 3, "weights": "gather"}),
-        ((2, 40, 90, 3), "bfloat16", {"warps_j": 2, "weights": "stream"}),
+        pytest.param((2, 40, 90, 3), "bfloat16", {"warps_j": 2, "weights": "stream"}, marks=pytest.mark.slow),
         ((2, 40, 90, 3), "float32", {"warps_j": 2, "weights": "stream"}),
         pytest.param((1, 16, 200, 1), "float16", {"units": 2, "ksteps": 2, "stages": 2}, marks=pytest.mark.slow),
     ],

@@ -1,4 +1,4 @@
-"""NVIDIA's compute-sanitizer watches the Kronecker-sparse kernels at batches 1, 2 and 7, with every value of every knob."""
+"""NVIDIA's compute-sanitizer watches the Kronecker-sparse kernels at small odd batches, with every value of every knob."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ PATTERNS = {
         ("float32", (1, 148, 144, 16)),
         ("float16", ((2, 16, 32, 1), (1, 24, 16, 2))),
     ],
-    "batch_last": [("float16", (2, 40, 24, 2)), ("float32", (3, 33, 17, 1))],
+    "batch_last": [("float16", (2, 40, 24, 2)), ("float32", (3, 33, 17, 1)), ("float16", (1, 72, 56, 4))],
 }
+TMA_BATCH = 40
+"""TMA needs rows of 16 bytes of batch-last samples: a batch of 8, and not one that fills a tile."""
 SANITIZER = "compute-sanitizer"
 OUT_OF_BOUNDS = 86
 """Exit code that the sanitizer is told to use."""
@@ -71,7 +73,7 @@ def covering(space: SearchSpace, default: Candidate, seed: int = 0, draws: int =
 def cases(device: Device) -> Iterator[tuple[KSMatmul, Candidate]]:
     for layout, listed in PATTERNS.items():
         for dtype, pattern in listed:
-            for batch in BATCHES:
+            for batch in (*BATCHES, *((TMA_BATCH,) if layout == "batch_last" else ())):
                 w = KSMatmul(batch=batch, pattern=pattern, dtype=dtype, layout=layout)
                 for schedule in registry.schedules_for(w, device):
                     space = schedule.space(w, device)

@@ -84,7 +84,7 @@ def test_parse_pattern() -> None:
     [
         ({"pattern": [(2, 3, 4, 5), (1, 2, 31, 1)]}, ArgumentError,
           "takes a·c·d = 31 features, the factor before it gives a·b·d = 30"),
-        ({"dtype": "complex64"}, UnsupportedError, "complex64"),
+        ({"dtype": "complex64", "activation": "relu"}, UnsupportedError, "activation='relu' is not defined for complex64"),
         ({"batch": 2**28}, UnsupportedError, "batch=268435456"),
         ({"pattern": "6,4,8,1"}, ArgumentTypeError, "pattern='6,4,8,1'"),
         ({"layout": "batch"}, ArgumentError, "batch_first, batch_last"),
