@@ -42,7 +42,7 @@ class TestKronCpu(ScheduleBattery):
 
 class TestKronCudaSimt(CudaScheduleBattery):
     name = "kron_cuda_simt"
-    quick = 8
+    quick = 6
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -156,7 +156,7 @@ class TestKronCudaMma(CudaScheduleBattery):
     """Tile programs on tensor cores: run in the emulator."""
 
     name = "kron_cuda_mma"
-    quick = 7
+    quick = 5
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
@@ -185,7 +185,7 @@ class TestKronCudaChain(CudaScheduleBattery):
     """Tile programs on registers: run in the emulator."""
 
     name = "kron_cuda_chain"
-    quick = 5
+    quick = 4
     random_configs = 1
 
     def workloads(self) -> Sequence[Workload]:
