@@ -42,7 +42,7 @@ _HEAVY = 2
 """Elements of weights for one of 64 samples of X and Y, above which the traffic of the weights matters most."""
 _ENOUGH = {"x": 6, "stream": 4, "apart": 2, "resident": 0, "gather": 0}
 """Panels of X, and of weights by how they are held, in flight, beyond which nothing was gained on an H200."""
-# Fitted to the three chains of a ViT-S/16 on an H200: 33.5, 41.5 and, without a launch that packs, 12.5 µs.
+# Fitted to the three chains of a ViT-S/16 on an H200.
 _LAUNCH_US = 1.2
 _PACK_US = 1.6
 _MEMORY = 1.07
@@ -113,7 +113,7 @@ class KSCudaPairWgmma(Schedule):
         raise InvalidConfig(f"the middle of {workload.label} does not fit in the shared memory of {device.name}")
 
     def expected_us(self, workload: Workload, config: Config, device: Device) -> float:
-        """Memory's time and most of the products' time, in one after the other: within 5% on the chains of a ViT-S/16 (H200)."""
+        """Memory's time and most of the products' time, one after the other."""
         assert isinstance(workload, KSMatmul)
         p = plan_wgmma_pair(workload, config, device)
         memory = workload.min_bytes / (device.bandwidth_gbs * 1e3)
