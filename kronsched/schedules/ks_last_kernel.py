@@ -36,7 +36,8 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
     PPK = NB * ITEM // CB  # pieces of a row of X
     NP = KS * PPK
     ragged_n, ragged_k, ragged_j = B % NB != 0, c % KS != 0, b % JB != 0
-    NWL, NSUM, FLUSH = KC * WC // 4, p.sums, max(1, SUM_STEPS // KS)
+    NWL, NSUM = KC * WC // 4, p.sums
+    FLUSH, PART = max(1, SUM_STEPS // KS), SUM_STEPS // p.k_step  # chunks, and instructions, of a sum in one part
     mma, pack = MMA[DT], PACK.get(DT, "")
     copy_x = f"cp.async.{'cg' if CB == 16 else 'ca'}.shared.global"
     put, SW = f"st.global{VECTOR[CB]}.b32", CB // 4
@@ -242,6 +243,12 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
                     if part < MJ * U * 4:
                         store_finished(rw, f, tile, part // (U * 4), part // 4 % U, part // 2 % 2, part % 2, z * 4)
 
+        @T.inline
+        def move_sums():
+            for q in T.unroll(NSUM):
+                tot[q] = tot[q] + acc[q]
+                acc[q] = T.float32(0)
+
         if p.gather and after == "factor":
             gather(wf, smem, sl, tx)
         if not stream and not p.gather and after != "packing":
@@ -280,11 +287,12 @@ def batch_last_kernel(p: LastPlan, packing: Packing) -> Any:
                 for kt in T.unroll(KT):
                     load_weights(at + WO if stream else kc * WC, kt)
                     multiply(at, kt)
+                    if two_sums and PART < KT:  # noqa: SIM102 (as below)
+                        if kt % PART == PART - 1 and kt < KT - 1:
+                            move_sums()
                 if two_sums:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
                     if kc % FLUSH == FLUSH - 1 or kc == KC - 1:
-                        for q in T.unroll(NSUM):
-                            tot[q] = tot[q] + acc[q]
-                            acc[q] = T.float32(0)
+                        move_sums()
             if two_sums:
                 for q in T.unroll(NSUM):
                     acc[q] = tot[q]

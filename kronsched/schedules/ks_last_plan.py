@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from kronsched.dtypes import DTYPES
 from kronsched.schedules.ks_mma_limits import FRESH_OTHER, LANES, check_limits, check_warps, check_wgmma, form_of
-from kronsched.schedules.ks_mma_plan import LONG_SUM, SMALL_OPERAND
+from kronsched.schedules.ks_mma_plan import SMALL_OPERAND, SUM_STEPS
 from kronsched.space import Config
 from kronsched.workloads.ks import KSMatmul, Pattern
 from kronsched.workloads.ks_epilogue import NONE, Epilogue
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from kronsched.hardware import Device
 
 UNIT_BYTES = 128
-FEW_CHUNKS = 4
-"""So many chunks of k a compiler may unroll."""
 _OTHER_REGISTERS = 48
 LONG_ROWS = 96
 """Steps of k from which on blocks of 16-bit elements that work side by side in memory were faster on an H200."""
@@ -172,7 +170,7 @@ class LastPlan:
     @cached_property
     def two_sums(self) -> bool:
         """Whether long float32 sums are kept in two parts."""
-        return self.dtype == "float32" and self.pattern[2] > LONG_SUM
+        return self.dtype == "float32" and self.pattern[2] > SUM_STEPS
 
     @cached_property
     def buffers(self) -> int:
@@ -188,16 +186,6 @@ class LastPlan:
     def fresh(self) -> bool:
         """Whether each product of wgmma starts new sums, which are added to the long ones by rounded additions."""
         return self.wgmma and self.two_sums
-
-    @cached_property
-    def rolled(self) -> bool:
-        """Whether the loop over chunks must not be unrolled.
-
-        NVRTC 13.0.88 did so in 10 of 45 kernels with `fresh` sums and 3 chunks: these 10 were wrong on an H200, always (errors of
-        2 to 4); the other 35, and the same 10 with their loops rolled, were right. Why is not known: PTX and SASS keep the order
-        of products, waits and additions.
-        """
-        return self.fresh and self.chunks <= FEW_CHUNKS
 
     @cached_property
     def fresh_form(self) -> tuple[int, int]:

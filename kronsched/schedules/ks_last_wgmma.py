@@ -19,7 +19,7 @@ from kronsched.schedules.ks_epilogue import HELD, SCRATCH, prefetch, word_maker
 from kronsched.schedules.ks_gather import gathering
 from kronsched.schedules.ks_last_plan import LastPlan
 from kronsched.schedules.ks_mma_limits import LANES
-from kronsched.schedules.ks_mma_parts import KIND, PACK, VECTOR, WGMMA, half_selector, high_part, inside, low_part
+from kronsched.schedules.ks_mma_parts import KIND, PACK, VECTOR, WGMMA, half_selector, high_part, inside, low_part, zero
 from kronsched.schedules.ks_pack import Packing
 from kronsched.schedules.ks_parts import without_unused
 
@@ -50,7 +50,6 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
     copy_x = f"cp.async.{'cg' if CB == 16 else 'ca'}.shared.global"
     load = f"ld.shared{VECTOR[p.vector]}.b32"
     SB = min(CB, p.vector)
-    UNROLL = False if p.rolled else None
     gather = gathering(p.pattern, DT, packing, p.resident_words, NT)
     put, SW = f"st.global{VECTOR[SB]}.b32", SB // 4
     epilogue, fused, make, get = p.epilogue, bool(p.epilogue), word_maker(p.epilogue, DT), f"ld.global.nc{VECTOR[SB]}.b32"
@@ -318,11 +317,11 @@ def batch_last_wgmma(p: LastPlan, packing: Packing) -> Any:
         for ti in T.serial(T.ceildiv(NTL - g0, G)):
             if fresh:
                 for q in T.unroll(NSUM):
-                    tot[q] = T.float32(0)
+                    tot[q] = zero(cta, q // NV)
             else:
                 for q in T.unroll(NSUM):
                     acc[q] = T.float32(0)
-            for kc in T.serial(KC, unroll=UNROLL):
+            for kc in T.serial(KC):
                 it: T.let = ti * KC + kc
                 at: T.let = X0 + it % S * XS
                 T.ptx.cp.async_.wait_group(AHEAD - 1)

@@ -19,7 +19,7 @@ from kronsched.schedules.ks_epilogue import prefetch
 from kronsched.schedules.ks_gather import gathering
 from kronsched.schedules.ks_mma_limits import LANES
 from kronsched.schedules.ks_mma_maps import x_word
-from kronsched.schedules.ks_mma_parts import KIND, MMA, WGMMA, group_barrier, half_selector, high_part, inside, low_part
+from kronsched.schedules.ks_mma_parts import KIND, MMA, WGMMA, group_barrier, half_selector, high_part, inside, low_part, zero
 from kronsched.schedules.ks_mma_plan import SUM_STEPS, MmaPlan
 from kronsched.schedules.ks_mma_stores import stores
 from kronsched.schedules.ks_pack import Packing
@@ -44,7 +44,7 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
     NWL = KC * WC // 4
     NX, AHEAD = NG * G, p.ahead
     NSUM = p.sums
-    FLUSH = max(1, SUM_STEPS // KS)
+    FLUSH, PART = max(1, SUM_STEPS // KS), SUM_STEPS // p.k_step  # chunks, and instructions, of a sum in one part
     mma = MMA[DT]
     wg, after, JC, PW_LOW = p.wgmma, p.after, JB // 16, JB * p.k_step * ITEM // 16
     product_wg = WGMMA.format(n=16 * P, k=p.k_step, kind=KIND[DT])
@@ -322,6 +322,12 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
             if AB == 2:
                 T.ptx.wgmma.wait_group.sync.aligned(1)  # the other operand A is free again
 
+        @T.inline
+        def move_sums():
+            for q in T.unroll(NSUM):
+                tot[q] = tot[q] + acc[q]
+                acc[q] = T.float32(0)
+
         if p.gather and after == "factor":
             gather(wf, smem, sl, txa)
         if not stream and not p.gather and after != "packing":
@@ -351,7 +357,10 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
         for ti in T.serial(T.ceildiv(NTL - g0, NX)):
             for q in T.unroll(NACC):
                 acc[q] = T.float32(0)
-            if two_sums:
+            if fresh:
+                for q in T.unroll(NSUM):
+                    tot[q] = zero(cta, q // (P * 8) % LC)
+            elif two_sums:
                 for q in T.unroll(NSUM):
                     tot[q] = T.float32(0)
             for kc in T.serial(KC):
@@ -375,11 +384,12 @@ def batch_first_kernel(p: MmaPlan, packing: Packing) -> Any:
                                 multiply_wg(at + WO if stream else kc * WC, kt, lu)
                             else:
                                 multiply(at + WO if stream else kc * WC, kt, lu)
+                        if two_sums and PART < KT:  # noqa: SIM102 (as below)
+                            if kt % PART == PART - 1 and kt < KT - 1:
+                                move_sums()
                 if two_sums and not fresh:  # noqa: SIM102 (of these two tests one is Python's, the other the kernel's)
                     if kc % FLUSH == FLUSH - 1 or kc == KC - 1:
-                        for q in T.unroll(NSUM):
-                            tot[q] = tot[q] + acc[q]
-                            acc[q] = T.float32(0)
+                        move_sums()
             if wg:
                 T.ptx.wgmma.wait_group.sync.aligned(0)
             tile: T.let = g0 + ti * NX

@@ -38,6 +38,16 @@ def low_part(word: Any, high: Any) -> Any:
     return T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high))
 
 
+def zero(block: Any, number: Any) -> Any:
+    """0.0 as float32 for every number of a block; neither TVM nor ptxas knows that it is 0, or the same for another number.
+
+    To begin sums with, to which products of wgmma are added that take turns in the same registers. ptxas (of NVRTC 13.0.88 and
+    13.5.37) takes two additions of the same registers to the same value for one, though a product came between them: both sums
+    get the later one. Most often it then leaves out the earlier product, which `nvrtc.lost_products` finds.
+    """
+    return T.Cast("float32", T.shift_right(T.bitwise_xor(block, 1) + number, 30))  # TVM has no bounds for an exclusive or
+
+
 def half_selector(low_at: Any, high_at: Any) -> Any:
     """Selector of `prmt.b32` for a word of half `low_at` (0 or 1) of its first operand, half `high_at` of its second above."""
     return T.uint32(0x5410) + T.Cast("uint32", low_at * 0x22 + high_at * 0x2200)

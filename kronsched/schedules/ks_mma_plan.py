@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 SMALL_OPERAND = 16
 """Registers of an operand A of wgmma, at most, of which a thread holds two."""
 LONG_SUM, SUM_STEPS = 48, 32
-"""Longest float32 sum, in steps of k, that stays in one set of registers. Tensor cores truncate when they accumulate; a longer
-sum moves to a second set, by rounded additions, every `SUM_STEPS` steps or one chunk."""
+"""Longest float32 sum, in steps of k, that stays in one set of registers, and how many steps a part of a longer one has at most.
+
+Tensor cores truncate when they accumulate; parts are added up by rounded additions, in a second set. On an H200 the largest error
+of sums of 48 steps was 2.3e-6 of the RMS (25088 samples), that of longer ones 1.8e-6. Sums of 48 stay whole in batch_first, where
+tiles of several l leave no registers for a second set; batch_last takes those in parts, too.
+"""
 _OTHER_REGISTERS = 48
 
 

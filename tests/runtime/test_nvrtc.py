@@ -185,3 +185,12 @@ def test_without_libcuxx_the_error_is_of_the_source(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CompileError, match="reason 3"):
         nvrtc.compile_cuda("full", "sm_90")
     assert seen == ["slim", "slim", "full"]
+
+
+def test_a_kernel_that_lost_products_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, other = bytes.fromhex("f079ff3f00000000ff00000c00e20f00"), bytes(16)
+    assert nvrtc.lost_products(other + lost + lost + other) == 2
+    assert nvrtc.lost_products(bytes(8) + lost + bytes(8)) == 0  # across two instructions
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda source, arch: nvrtc.Cubin(other + lost, {}, {}, {}, "nvrtc 13.0"))
+    with pytest.raises(CompileError, match=r"nvrtc 13\.0 for sm_90a left out 1 groups of wgmma"):
+        nvrtc.compile_cuda("", "sm_90a")
