@@ -341,3 +341,33 @@ def test_defaults_of_large_shapes_compile_without_spills(dtype: str, layout: str
         manifest = build_artefact(w, schedule, schedule.default_config(w, H200), H200, tmp_path / str(n))
         assert manifest.spill_bytes == 0
         assert [len(launch.args) for launch in manifest.launches] in ([2, 3], [3])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("w", "change"),
+    [
+        *LOST,
+        (KSMatmul(3000, (1, 128, 128, 3), "float32"), {"warps_m": 4, "warps_j": 1, "ksteps": 4, "mma": "wgmma"}),
+        (
+            KSMatmul(3000, (2, 96, 96, 4), "float32", "batch_last"),
+            {"mj": 6, "warps_j": 1, "warps_n": 8, "ksteps": 4, "mma": "wgmma"},
+        ),
+        (
+            KSMatmul(3000, (6, 48, 48, 4), "float32", "batch_last"),
+            {"mj": 3, "warps_j": 1, "warps_n": 4, "ksteps": 3, "mma": "wgmma"},
+        ),
+        (KSMatmul(3000, (1, 64, 640, 1), "float32"), {"ksteps": 8}),
+        (KSMatmul(3000, (1, 64, 640, 1), "float32", "batch_last"), {"ksteps": 8}),
+    ],
+    ids=lambda value: value.label if isinstance(value, KSMatmul) else "",
+)
+def test_on_a_gpu_float32_sums_are_right(w: KSMatmul, change: dict[str, Any], tmp_path: Path) -> None:
+    from kronsched.hardware import resolve_target
+    from kronsched.measure.check import max_relative_error
+    from kronsched.runtime.module import TunedModule
+
+    schedule: KSTensorCore = KSCudaMma() if w.batch_first else KSCudaMmaLast()
+    build_artefact(w, schedule, {**(FIRST if w.batch_first else LAST), **change}, resolve_target("cuda"), tmp_path / "built")
+    inputs = w.make_inputs(0, "cuda")
+    assert max_relative_error(TunedModule.from_artefact(tmp_path / "built")(*inputs), w.reference(*inputs)) < 2e-6
