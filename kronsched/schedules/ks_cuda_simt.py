@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kronsched.dtypes import DTYPES
 from kronsched.errors import InvalidConfig
+from kronsched.hardware import floor_us
 from kronsched.schedules.base import Schedule, Scheduled
 from kronsched.schedules.ks_parts import checked_space, ending, factor_tensors, launch_of, renamed, without_unused
 from kronsched.space import Config, Knob, SearchSpace, Value, load_knobs
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _KNOBS = ("tn", "tj", "tl", "rn", "rj", "bk", "pad", "unroll")
 _MAX_SUMS = 64
+_START_US, _TRIP_US = 3.0, 0.6
+"""A launch; one round of fetching and multiplying bk steps of k, which wait for each other (0.4 to 0.8 on an H200)."""
 _AXES = ("threadIdx.z", "threadIdx.y", "threadIdx.x")
 
 
@@ -157,6 +160,14 @@ class KSCudaSimt(Schedule):
     ) -> tvm.tirx.PrimFunc:
         """The TensorIR of a launch, before any primitive."""
         return _program(plan, source, weight, target, epilogue)
+
+    def expected_us(self, workload: Workload, config: Config, device: Device) -> float | None:
+        """A share of the roofline, and what few samples take even so: the rounds along k. None without a roofline."""
+        assert isinstance(workload, KSMatmul)
+        if not (device.bandwidth_gbs > 0 and "float32" in device.peak_gflops):
+            return None
+        rounds = sum(ceil(p.pattern[2] / p.bk) for p in plan_tiles(workload, config, device))
+        return floor_us(workload, device) / self.untuned_share + _START_US + _TRIP_US * rounds
 
     def features(self, workload: Workload, config: Config, device: Device) -> Mapping[str, float]:
         """Launches, waves, occupancy, bytes through each memory level, predicted roofline time."""
