@@ -199,7 +199,9 @@ def test_inputs_differ_from_problem_to_problem_and_from_seed_to_seed() -> None:
 
 # No `__main__` guard, as users write it.
 SCRIPT = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where pytest itself runs in the background it is ignored
 sys.path.insert(0, {root!r})
 from tests.measure.injected_kernels import Double, Injected, candidate
 from kronsched.hardware import resolve_target
