@@ -56,7 +56,7 @@ def test_4_bit_weights_have_other_peers() -> None:
 
 def test_every_case_of_the_suites_has_a_schedule() -> None:
     h200 = resolve_target("nvidia/h200")
-    assert suite_names("gemm") == ["square", "ragged", "llama", "int4", "cpu"]
+    assert suite_names("gemm") == ["square", "ragged", "llama", "few_rows", "int4", "cpu"]
     for case in load_cases("gemm", "all"):
         assert schedules_for(case.workload, h200), case.workload.label
 
