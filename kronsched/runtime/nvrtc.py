@@ -82,8 +82,8 @@ def compile_cuda(source: str, arch: str, compiler: str = "nvrtc") -> Cubin:
 def lost_products(image: bytes) -> int:
     """How many groups of wgmma ptxas left out of a cubin: it puts an instruction without operands in the place of each.
 
-    Seen where products that take turns in the same registers are added to sums that begin with 0 (`ks_mma_parts.zero`): of 240
-    such kernels 16 had fewer groups than their PTX, each with this instruction, which no other had. What ran of them was wrong.
+    Seen where products that take turns in the same registers are added to sums that begin with 0 (`ks_mma_parts.zero`). Kernels
+    with this instruction had fewer groups than their PTX, and results that were wrong; no other kernel had it.
     """
     found, at = 0, image.find(_PLACEHOLDER)
     while at >= 0:

@@ -239,7 +239,19 @@ def test_long_float32_sums_are_taken_in_parts(layout: str, mma: str, ksteps: int
     config = {**(FIRST if w.batch_first else LAST), **change}
     plan = plan_mma(w, w.patterns[0], config, H200) if w.batch_first else plan_last(w, w.patterns[0], config, H200)
     assert plan.two_sums and plan.fresh == (mma == "wgmma")
+    if mma == "sync":  # a chunk of 64 steps has two parts
+        schedule: KSTensorCore = KSCudaMma() if w.batch_first else KSCudaMmaLast()
+        source, _ = lower_source(w, schedule, config, H200)
+        assert source.count("tot_ptr[0] = (tot_ptr[0] + acc_ptr[0])") == (2 if ksteps == 8 else 1)
     assert error_of(w, change) < 1e-6
+
+
+@pytest.mark.parametrize("c", [32, 33, 48, 49])
+def test_how_long_a_float32_sum_stays_whole(c: int) -> None:
+    """48 steps in batch_first, 32 in batch_last, where the error of a longer one is over 2e-6."""
+    first, last = (KSMatmul(100, (1, 16, c, 1), "float32", layout) for layout in ("batch_first", "batch_last"))
+    assert plan_mma(first, first.patterns[0], FIRST, H200).two_sums == (c > 48)
+    assert plan_last(last, last.patterns[0], LAST, H200).two_sums == (c > 32)
 
 
 def test_small_batches_choose_other_tiles_than_large_ones() -> None:
